@@ -1,0 +1,1 @@
+"""Workloads, paired runs and their reports."""

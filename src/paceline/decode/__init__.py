@@ -1,0 +1,1 @@
+"""The decoding wing: models, cache, drafters, verification, engine. Needs the `engine` extra (torch)."""

@@ -1,0 +1,1 @@
+"""Drafters, one file each, behind the contract in base.py."""

@@ -1,0 +1,84 @@
+"""The contract of every drafter.
+
+A drafter is one file with one class. It sees committed tokens only through `observe`, proposes for any subset
+of its sequences in any round, and must survive rounds in which it was not asked. Its state moves in `observe`
+alone: two calls of `propose` in a row give the same answer.
+
+The engine calls, for each sequence that has this drafter available:
+
+    begin(view)                      once, when the prompt is known
+    propose(views, budgets)          in rounds in which it is chosen; one Proposal per view, at most
+                                     budgets[i] tokens on the longest path; fewer or none is always allowed
+    observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown
+    end(view)                        once, on every way out; frees whatever it holds for the sequence
+
+A new drafter needs its file, a line in `registry.py` and its page in the docs; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from paceline.core.proposal import Proposal, Verdict
+from paceline.core.sampling import SamplingParams
+
+__all__ = ["Drafter", "Needs", "SequenceView"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter wants from the engine, declared so that the engine can refuse what it cannot give.
+
+    hidden_layers   outputs of these decoder layers (0-based, -1 the last after the final norm) for every
+                    committed position, delivered in `SequenceView.hidden`
+    own_kv          it keeps a KV cache, counted into the memory budget and checked when idle
+    tokenizer       it needs token text
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    own_kv: bool = False
+    tokenizer: bool = False
+
+
+@dataclass(slots=True)
+class SequenceView:
+    """A drafter's window on one sequence. Read-only for drafters.
+
+    key        unique while the sequence lives
+    tokens     prompt and output, committed only
+    prompt_len how many of them are prompt
+    params     sampling options: draft under the same ones
+    noise_key  key of the request's noise, for drafters that draw with it (see `verify/noise.py`)
+    tenant     pools are shared inside one tenant only
+    hidden     layer -> [len(tokens) - 1 or more, width] hidden states, for declared `needs.hidden_layers`
+    """
+
+    key: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    noise_key: int = 0
+    tenant: str = ""
+    hidden: dict[int, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """See the module's docstring."""
+
+    name: str
+    needs: Needs
+
+    def begin(self, view: SequenceView) -> None: ...
+
+    def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]: ...
+
+    def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None: ...
+
+    def end(self, view: SequenceView) -> None: ...
+
+    def check_idle(self) -> None:
+        """Raises AssertionError where state is held for a sequence that has ended."""
+        ...

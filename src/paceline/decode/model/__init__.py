@@ -1,0 +1,1 @@
+"""Models: loading, tokenizers, the ragged forward pass."""

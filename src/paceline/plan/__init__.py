@@ -1,0 +1,1 @@
+"""The planning wing: hardware, shapes, step cost, acceptance, frontier, schedule, controller. No torch."""
