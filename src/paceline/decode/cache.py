@@ -1,0 +1,162 @@
+"""The KV cache: slots of tokens, changed only by transactions.
+
+Ownership
+
+    KVCache        the storage and, per slot, how many tokens are committed
+    Transaction    one pass: reserves rows past the committed ones, then commits a path of each or leaves them;
+                   leaving without a commit rolls back
+    Engine         which request has which slot
+
+A rolled-back row needs no erasing: it lies past the committed length and the next pass overwrites it before any
+query can see it. `check` verifies the books; the engine calls it whenever it is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from paceline.decode.model.step import KV_BLOCK
+
+__all__ = ["KVCache", "Transaction"]
+
+
+class KVCache:
+    """Keys and values of `slots` sequences of up to `limit` tokens in `layers` layers.
+
+    Storage of a layer is [slots * capacity, 2 * kv_heads * head_dim], keys first. Capacity grows in steps of
+    KV_BLOCK when a request needs it, so short requests do not pay for long contexts.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        slots: int,
+        limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.slots, self.limit = slots, _blocks(limit)
+        self.dtype, self.device = dtype, device
+        self.capacity = 0
+        self.storage: list[Tensor] = []
+        self._committed = [0] * slots
+        self._free = list(range(slots))
+        self._open: Transaction | None = None
+
+    def allocate(self, tokens: int) -> int:
+        """The lowest free slot, with room for `tokens`. Low slots first keep attention calls dense."""
+        assert self._free, "allocate on a full cache; the scheduler counts free slots first"
+        self.reserve_capacity(tokens)
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        assert slot not in self._free, f"slot {slot} released twice"
+        self._committed[slot] = 0
+        self._free.append(slot)
+
+    def erase(self, slot: int) -> None:
+        """Zero a slot whose contents are not finite: a masked NaN would still poison the sum over values."""
+        for layer in self.storage:
+            layer.view(self.slots, self.capacity, -1)[slot].zero_()
+
+    def committed(self, slot: int) -> int:
+        return self._committed[slot]
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.storage)
+
+    def keys_values(self, layer: int, low: int, high: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        """Views [high - low, kv_heads, kv_len, head_dim] of slots low to high."""
+        rows = self.storage[layer].view(self.slots, self.capacity, 2, self.kv_heads, self.head_dim)
+        window = rows[low:high, :kv_len].permute(2, 0, 3, 1, 4)
+        return window[0], window[1]
+
+    def transaction(self) -> Transaction:
+        assert self._open is None, "a transaction is already open"
+        self._open = Transaction(self)
+        return self._open
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Forget committed tokens past `tokens` (a draft model steps back to what the target kept)."""
+        assert tokens <= self._committed[slot], f"slot {slot} holds {self._committed[slot]}, not {tokens}"
+        self._committed[slot] = tokens
+
+    def check(self, held: Sequence[int]) -> None:
+        """Raise AssertionError unless exactly the slots `held` are in use and no transaction is open."""
+        assert self._open is None, "a transaction was left open"
+        used = sorted(set(range(self.slots)) - set(self._free))
+        assert used == sorted(held), f"slots in use {used}, held by sequences {sorted(held)}"
+        assert len(set(self._free)) == len(self._free), f"a slot is free twice: {self._free}"
+        stale = [s for s in self._free if self._committed[s]]
+        assert not stale, f"free slots {stale} still hold committed tokens"
+
+    def reserve_capacity(self, tokens: int) -> None:
+        """Grow every slot to hold `tokens`, moving what is committed."""
+        wanted = _blocks(tokens)
+        assert wanted <= self.limit, f"{tokens} tokens asked of a cache limited to {self.limit}"
+        if wanted <= self.capacity:
+            return
+        width = 2 * self.kv_heads * self.head_dim
+        for layer in range(self.layers):
+            fresh = torch.zeros(self.slots, wanted, width, dtype=self.dtype, device=self.device)
+            if self.capacity:
+                fresh[:, : self.capacity] = self.storage[layer].view(self.slots, self.capacity, width)
+                self.storage[layer] = fresh.view(-1, width)
+            else:
+                self.storage.append(fresh.view(-1, width))
+        self.capacity = wanted
+
+
+class Transaction:
+    """Rows written past the committed tokens of some slots in one pass. Use as a context manager."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._reserved: dict[int, int] = {}
+
+    def reserve(self, slot: int, rows: int) -> int:
+        """Reserve `rows` after the committed tokens of `slot`; returns the position of the first."""
+        start = self._cache.committed(slot)
+        assert slot not in self._reserved, f"slot {slot} reserved twice in one pass"
+        assert start + rows <= self._cache.capacity, f"slot {slot}: {start}+{rows} > {self._cache.capacity}"
+        self._reserved[slot] = rows
+        return start
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Keep the reserved rows `path` (offsets, increasing), in that order; the rest is rolled back."""
+        rows = self._reserved.pop(slot)
+        assert all(0 <= r < rows for r in path), f"path {path} leaves the {rows} reserved rows"
+        start = self._cache.committed(slot)
+        if list(path) != list(range(len(path))):
+            base = slot * self._cache.capacity + start
+            source = torch.tensor([base + r for r in path], device=self._cache.device)
+            for layer in self._cache.storage:
+                layer[base : base + len(path)] = layer[source]
+        self._cache._committed[slot] = start + len(path)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reserved.clear()
+        self._cache._open = None
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // KV_BLOCK) * KV_BLOCK

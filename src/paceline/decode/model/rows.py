@@ -1,0 +1,117 @@
+"""Which paddings make a row's bits independent of the other rows of a pass, found by trying.
+
+Kernels are chosen by shape, and another kernel sums in another order; so the result of one row may change with
+the number of rows beside it (design: exactness 4). Nothing here goes by a processor's name or by a timing, so
+the answer is the same at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.decode.model.linear import Linear
+from paceline.decode.model.step import KV_BLOCK, Geometry, RowPolicy
+
+__all__ = ["find_row_policy"]
+
+_MULTIPLES = (1, 2, 4, 8, 16, 32)
+_KV_BLOCKS = (64, 128, 256, 512)
+_TILES = (512, 256, 128, 64, 32)
+_BLOCK = 32  # rows up to which every count is tried
+_CONTEXTS = (40, 200, 500, 700, 1010, 1500)
+
+
+@torch.inference_mode()
+def find_row_policy(products: Sequence[Linear], geometry: Geometry, head_dim: int) -> RowPolicy:
+    """The cheapest padding that keeps rows independent in `products` and in attention of this geometry."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, generator=generator).to(geometry.dtype).to(geometry.device)
+
+    inputs = [noise(_BLOCK, m.in_features) for m in products]
+    pairs = list(zip(products, inputs, strict=True))
+    attention = _AttentionTrial(geometry, head_dim, noise)
+    for multiple in _MULTIPLES:
+        if not all(_independent(f, x, multiple, range(multiple, _BLOCK + 1, multiple)) for f, x in pairs):
+            continue
+        for kv_block in _KV_BLOCKS:
+            if attention.independent(multiple, kv_block):
+                tile = _largest_tile(products, multiple, noise)
+                return RowPolicy(multiple, tile, kv_block)
+    return RowPolicy(_BLOCK, _BLOCK, KV_BLOCK, proved=False)
+
+
+def _largest_tile(
+    products: Sequence[Linear], multiple: int, noise: Callable[[int, int], Tensor]
+) -> int:
+    for tile in _TILES:
+        inputs = [noise(tile, m.in_features) for m in products]
+        counts = (tile - multiple, tile)
+        if tile == _BLOCK or all(
+            _independent(f, x, multiple, counts) for f, x in zip(products, inputs, strict=True)
+        ):
+            return tile
+    raise AssertionError("the smallest tile is accepted without a trial")
+
+
+def _independent(
+    product: Callable[[Tensor], Tensor], x: Tensor, multiple: int, counts: Sequence[int]
+) -> bool:
+    """Whether some rows have, in products of `counts` rows, the bits they have in the smallest product."""
+    rows = (0, 1, 7, 30)
+    alone = [product(F.pad(x[r : r + 1], (0, 0, 0, multiple - 1)))[0] for r in rows]
+    for count in counts:
+        together = product(x[:count])
+        if any(r < count and not torch.equal(together[r], alone[i]) for i, r in enumerate(rows)):
+            return False
+    return True
+
+
+class _AttentionTrial:
+    """Compares queries inside blocks with the same queries alone, over contexts that cross key blocks."""
+
+    def __init__(self, geometry: Geometry, head_dim: int, noise: Callable[[int, int], Tensor]) -> None:
+        self.geometry, self.dim = geometry, head_dim
+        length = 2 * KV_BLOCK + max(_CONTEXTS)
+        self.keys, self.values = (
+            noise(length, geometry.kv_heads * head_dim).view(length, -1, head_dim).transpose(0, 1)[None]
+            for _ in range(2)
+        )
+        queries = noise(_BLOCK, geometry.kv_heads * geometry.group * head_dim)
+        self.queries = queries.view(_BLOCK, geometry.kv_heads, geometry.group, head_dim)
+
+    def independent(self, multiple: int, kv_block: int) -> bool:
+        blocks = ((0, 2, 0), (0, 5, 0), (0, 8, 0), (3, 9, kv_block), (3, 9, KV_BLOCK), (0, 17, 0), (0, _BLOCK, 0))
+        for context in _CONTEXTS:
+            alone = torch.cat(
+                [self._attend(context, i, i + 1, multiple, kv_block, 0) for i in range(_BLOCK)], dim=2
+            )
+            for low, high, extra in blocks:
+                together = self._attend(context, low, high, multiple, kv_block, extra)
+                if not torch.equal(together, alone[:, :, low:high]):
+                    return False
+        return True
+
+    def _attend(
+        self, context: int, low: int, high: int, multiple: int, kv_block: int, extra: int
+    ) -> Tensor:
+        """[kv_heads, group, high - low, head_dim] of queries low to high at positions context + their index."""
+        kv_heads, group = self.geometry.kv_heads, self.geometry.group
+        width = -(-(high - low) // multiple) * multiple
+        span = -(-(context + high) // kv_block) * kv_block + extra
+        padded = F.pad(self.queries[low:high], (0, 0, 0, 0, 0, 0, 0, width - high + low))
+        folded = padded.permute(1, 2, 0, 3).reshape(1, kv_heads, group * width, self.dim)
+        last = torch.arange(context + low, context + low + width)
+        last[high - low :] = 0
+        seen = torch.arange(span) <= last[:, None]
+        mask = torch.zeros(seen.shape, dtype=self.geometry.dtype).masked_fill_(~seen, float("-inf"))
+        mask = mask.repeat(group, 1)[None, None].to(self.geometry.device)
+        mixed = F.scaled_dot_product_attention(
+            folded, self.keys[:, :, :span], self.values[:, :, :span], attn_mask=mask
+        )
+        return mixed.view(kv_heads, group, width, self.dim)[:, :, : high - low]
