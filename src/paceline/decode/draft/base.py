@@ -52,7 +52,8 @@ class SequenceView:
     params     sampling options: draft under the same ones
     noise_key  key of the request's noise, for drafters that draw with it (see `verify/noise.py`)
     tenant     pools are shared inside one tenant only
-    hidden     layer -> [len(tokens) - 1 or more, width] hidden states, for declared `needs.hidden_layers`
+    prefix     the committed prefix as sampling options see it (`verify/prefix.py`), for drafters that draw
+    hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
     """
 
     key: int
@@ -61,6 +62,7 @@ class SequenceView:
     params: SamplingParams
     noise_key: int = 0
     tenant: str = ""
+    prefix: Any = None
     hidden: dict[int, Any] = field(default_factory=dict)
 
 

@@ -17,20 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.decode.cache import KVCache
+from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.linear import Linear
 from paceline.decode.model.rows import find_row_policy
 from paceline.decode.model.step import AttentionGroup, Geometry, StepInputs
 from paceline.errors import ModelFormatError, UnsupportedModel
 
-__all__ = ["ForwardResult", "LlamaDecoder"]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """`logits` [logit rows (padded), LM head width] float32; `hidden` layer -> [rows, width] where asked for."""
-
-    logits: Tensor
-    hidden: dict[int, Tensor]
+__all__ = ["LlamaDecoder"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,484 @@
+"""The engine: many sequences, one pass a round, drafts checked and committed, nothing else moved.
+
+A round is `Engine.step`: schedule, choose lengths, propose, one pass over all spans, verdicts, commit of the
+cache, drafters observe, emit, record. Requests arrive and leave between rounds. A sequence with n committed
+tokens holds n - 1 of them in the cache: the last one is the first row of its next span.
+
+Guarantees: under `greedy` and `coupled` a sequence's tokens do not depend on its drafter, its draft length or
+the other sequences of the batch, wherever its logits do not (see `model/rows.py`). A failure of one sequence
+ends that sequence alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor
+
+from paceline.core.output import Delta, TokenLogprob
+from paceline.core.proposal import Proposal, Verdict
+from paceline.core.records import StepRecord
+from paceline.decode.cache import Transaction
+from paceline.decode.draft.base import Drafter, SequenceView
+from paceline.decode.judge import judge
+from paceline.decode.model.base import ForwardResult, TargetModel
+from paceline.decode.model.step import Span, StepInputs, build_inputs
+from paceline.decode.sequence import Phase, Request, Sequence
+from paceline.decode.stopping import StopChecker, TextPieces
+from paceline.decode.verify.logprobs import token_logprobs
+from paceline.decode.verify.noise import request_key
+from paceline.decode.verify.prefix import PrefixState
+from paceline.decode.verify.rules import get_rule
+from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, UsageError
+
+__all__ = ["Engine", "EngineOptions"]
+
+_NOTHING = Proposal()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """max_batch       sequences decoded together
+    max_context     tokens of prompt and output of one sequence at most
+    prefill_chunk   prompt tokens of one sequence in one pass; a request's chunks depend on its prompt alone
+    max_draft       draft tokens a round where the drafter chooses the length
+    deterministic   cut products into tiles, so that rows are independent in passes of any size
+    """
+
+    max_batch: int = 8
+    max_context: int = 4096
+    prefill_chunk: int = 512
+    max_draft: int = 15
+    deterministic: bool = False
+
+
+class Engine:
+    """Decodes requests over one target model.
+
+    vocab_size, eos_token_ids   of the target's tokenizer
+    drafters                    by the names requests may use; all share nothing with one another
+    new_pieces                  a fresh incremental detokeniser; None decodes ids only
+    on_record                   receives a StepRecord for every sequence in every round
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        drafters: Mapping[str, Drafter] | None = None,
+        options: EngineOptions | None = None,
+        new_pieces: Callable[[], TextPieces] | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.options = model, options or EngineOptions()
+        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self.drafters = dict(drafters or {})
+        self.cache = model.new_cache(self.options.max_batch, self.options.max_context)
+        self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._keys, self._round, self._started = count(), 0, clock()
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; its choices decode as sequences of their own. Raises UsageError where it cannot run."""
+        self._check(request)
+        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        sequences = [self._new_sequence(request, choice, seed) for choice in range(request.params.n)]
+        self._waiting.extend(sequences)
+        return sequences
+
+    def cancel(self, request_id: str) -> None:
+        """End every choice of a request; what it held is free before the next round."""
+        for sequence in [*self._waiting, *self._running]:
+            sequence.cancelled |= sequence.request.request_id == request_id
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def check(self) -> None:
+        """Raise AssertionError where cache or drafters hold something no sequence owns."""
+        self.cache.check([s.slot for s in self._running if s.slot is not None])
+        if not self._running:
+            for drafter in self.drafters.values():
+                drafter.check_idle()
+
+    # -- the round -----------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        """One round over everything that runs; returns what became certain."""
+        began = self._clock()
+        deltas = self._drop_cancelled()
+        batch = self._schedule()
+        if not batch:
+            return deltas
+        proposals = self._propose(batch)
+        drafted = self._clock()
+        with self.cache.transaction() as transaction:
+            spans = [self._span(s, p, transaction) for s, p in zip(batch, proposals, strict=True)]
+            inputs = build_inputs(
+                spans,
+                self.cache.capacity,
+                self.model.geometry,
+                self.model.row_policy,
+                self.options.deterministic,
+            )
+            passed = self._clock()
+            result = self.model.forward(inputs, self.cache, self._taps(batch))
+            verified = self._clock()
+            outcomes = self._outcomes(batch, proposals, result, inputs)
+            news = [
+                self._commit(s, o, spans[i], transaction)
+                for i, (s, o) in enumerate(zip(batch, outcomes, strict=True))
+            ]
+        self._keep_hidden(batch, outcomes, spans, result, inputs)
+        observing = self._clock()
+        self._observe(batch, outcomes)
+        observed = self._clock()
+        deltas += [d for d in news if d is not None]
+        self._retire()
+        times = _Times(began, drafted - began + observed - observing, verified - passed, self._clock())
+        self._record(batch, outcomes, inputs, times)
+        self._round += 1
+        return deltas
+
+    # -- schedule and propose ------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[Sequence]:
+        while self._waiting and self.cache.free_slots:
+            sequence = self._waiting.popleft()
+            sequence.slot = self.cache.allocate(min(sequence.limit, self.options.max_context))
+            sequence.phase = Phase.PREFILL
+            self._running.append(sequence)
+            if (drafter := self._drafter(sequence)) is not None:
+                drafter.begin(sequence.view)
+        return list(self._running)
+
+    def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
+        """One proposal per sequence, empty for those in prefill and where no draft fits the room left."""
+        asked: dict[str, list[tuple[int, int]]] = {}
+        for i, sequence in enumerate(batch):
+            settings = sequence.request.draft
+            length = self.options.max_draft if settings.draft_length is None else settings.draft_length
+            budget = min(length, sequence.room - 1)
+            if sequence.phase is Phase.DECODE and settings.drafter != "none" and budget > 0:
+                asked.setdefault(settings.drafter, []).append((i, budget))
+        proposals = [_NOTHING] * len(batch)
+        for name, entries in asked.items():
+            views = [batch[i].view for i, _ in entries]
+            made = self.drafters[name].propose(views, [budget for _, budget in entries])
+            for (i, budget), proposal in zip(entries, made, strict=True):
+                assert max(proposal.depths(), default=0) <= budget, f"{name} drafted past its budget {budget}"
+                proposals[i] = proposal
+        return proposals
+
+    def _span(self, sequence: Sequence, proposal: Proposal, transaction: Transaction) -> Span:
+        slot = sequence.slot
+        assert slot is not None
+        start = self.cache.committed(slot)
+        if sequence.phase is Phase.DECODE:
+            tokens = [sequence.tokens[-1], *proposal.tokens]
+            parents = None
+            if not proposal.is_chain:
+                parents = [-1, *(0 if p is None else p + 1 for p in proposal.parents)]
+            transaction.reserve(slot, len(tokens))
+            return Span(slot, start, tokens, parents)
+        chunk = sequence.tokens[start : start + self.options.prefill_chunk]
+        transaction.reserve(slot, len(chunk))
+        last = start + len(chunk) == len(sequence.tokens)
+        return Span(slot, start, chunk, want="last" if last else "none", prefill=True)
+
+    # -- verdicts and commits ------------------------------------------------------------------------------
+
+    def _outcomes(
+        self, batch: Seq[Sequence], proposals: Seq[Proposal], result: ForwardResult, inputs: StepInputs
+    ) -> list[_Outcome]:
+        """Verdicts of the sequences that have logits; those in the middle of their prompt have none."""
+        judged = [i for i in range(len(batch)) if inputs.logits_of[i][1]]
+        verdicts = judge(
+            [batch[i] for i in judged],
+            [proposals[i] for i in judged],
+            result.logits,
+            [inputs.logits_of[i] for i in judged],
+            self.vocab_size,
+        )
+        outcomes = [_Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens)) for s, p in zip(batch, proposals, strict=True)]
+        for i, verdict in zip(judged, verdicts, strict=True):
+            first, rows = inputs.logits_of[i]
+            outcomes[i].logits = result.logits[first : first + rows]
+            if isinstance(verdict, RequestFailed):
+                outcomes[i].failure = verdict
+            else:
+                outcomes[i].verdict = verdict
+        return outcomes
+
+    def _commit(
+        self, sequence: Sequence, outcome: _Outcome, span: Span, transaction: Transaction
+    ) -> Delta | None:
+        """Move one sequence by its verdict: emit up to the end, keep the cache rows behind what was emitted."""
+        assert sequence.slot is not None
+        if outcome.failure is not None:
+            transaction.commit(sequence.slot, ())
+            self.cache.erase(sequence.slot)
+            return self._fail(sequence, outcome.failure)
+        if outcome.verdict is None:
+            transaction.commit(sequence.slot, range(len(span.tokens)))
+            outcome.kept = range(len(span.tokens))
+            return None
+        delta = self._emit(sequence, outcome)
+        rows = [0, *(1 + node for node in outcome.verdict.path)][: outcome.emitted]
+        outcome.kept = range(len(span.tokens)) if outcome.prefill else rows
+        transaction.commit(sequence.slot, outcome.kept)
+        sequence.phase = Phase.DECODE if sequence.stop.finish_reason is None else Phase.FINISHED
+        return delta
+
+    def _emit(self, sequence: Sequence, outcome: _Outcome) -> Delta:
+        assert outcome.verdict is not None and outcome.logits is not None
+        tokens = outcome.verdict.tokens(outcome.proposal)
+        text = ""
+        emitted: list[int] = []
+        for token in tokens:
+            text += sequence.stop.push(token)
+            emitted.append(token)
+            if sequence.stop.finish_reason is not None:
+                break
+        sequence.view.tokens.extend(emitted)
+        sequence.prefix.commit(emitted)
+        sequence.text += text
+        outcome.emitted = len(emitted)
+        outcome.accepted = min(len(outcome.verdict.path), len(emitted))
+        self._count(sequence, outcome)
+        logprobs = self._logprobs(sequence, outcome, emitted)
+        sequence.logprobs.extend(logprobs)
+        return Delta(
+            sequence.request.request_id,
+            sequence.choice,
+            tuple(emitted),
+            tuple(i < outcome.accepted for i in range(len(emitted))),
+            text,
+            tuple(logprobs),
+            sequence.stop.finish_reason,
+        )
+
+    def _count(self, sequence: Sequence, outcome: _Outcome) -> None:
+        if outcome.prefill:
+            return
+        stats = sequence.stats
+        stats.rounds += 1
+        stats.emitted += outcome.emitted
+        stats.accepted += outcome.accepted
+        stats.drafted += len(outcome.proposal)
+        if len(outcome.proposal):
+            stats.draft_rounds += 1
+            stats.emitted_in_draft_rounds += outcome.emitted
+
+    def _logprobs(self, sequence: Sequence, outcome: _Outcome, emitted: list[int]) -> list[TokenLogprob]:
+        top = sequence.request.params.logprobs
+        if top is None:
+            return []
+        assert outcome.verdict is not None and outcome.logits is not None
+        rows = [0, *(1 + node for node in outcome.verdict.path)][: len(emitted)]
+        values = token_logprobs(
+            outcome.logits[rows], outcome.logits.new_tensor(emitted).long(), top, self.vocab_size
+        )
+        lists = zip(
+            emitted, values.chosen.tolist(), values.ids.tolist(), values.logprobs.tolist(), strict=True
+        )
+        return [
+            TokenLogprob(token, chosen, tuple(zip(ids, logs, strict=True))) for token, chosen, ids, logs in lists
+        ]
+
+    # -- drafters, endings, records ------------------------------------------------------------------------
+
+    def _drafter(self, sequence: Sequence) -> Drafter | None:
+        return self.drafters.get(sequence.request.draft.drafter)
+
+    def _taps(self, batch: Seq[Sequence]) -> tuple[int, ...]:
+        drafters = {id(d): d for s in batch if (d := self._drafter(s)) is not None}
+        return tuple(sorted({layer for d in drafters.values() for layer in d.needs.hidden_layers}))
+
+    def _keep_hidden(
+        self,
+        batch: Seq[Sequence],
+        outcomes: Seq[_Outcome],
+        spans: Seq[Span],
+        result: ForwardResult,
+        inputs: StepInputs,
+    ) -> None:
+        for i, (sequence, outcome) in enumerate(zip(batch, outcomes, strict=True)):
+            drafter = self._drafter(sequence)
+            if drafter is None:
+                continue
+            first, rows = inputs.rows_of[i]
+            for layer in drafter.needs.hidden_layers:
+                kept = result.hidden[layer][first : first + rows][list(outcome.kept)]
+                sequence.view.hidden[layer] = _append(sequence.view.hidden.get(layer), kept)
+
+    def _observe(self, batch: Seq[Sequence], outcomes: Seq[_Outcome]) -> None:
+        groups: dict[str, tuple[list[SequenceView], list[Verdict | None]]] = {}
+        for sequence, outcome in zip(batch, outcomes, strict=True):
+            name = sequence.request.draft.drafter
+            if name in self.drafters and outcome.emitted:
+                views, verdicts = groups.setdefault(name, ([], []))
+                views.append(sequence.view)
+                whole = outcome.verdict is not None and outcome.emitted == len(outcome.verdict.path) + 1
+                verdicts.append(outcome.verdict if whole and not outcome.prefill else None)
+        for name, (views, verdicts) in groups.items():
+            self.drafters[name].observe(views, verdicts)
+
+    def _fail(self, sequence: Sequence, failure: RequestFailed) -> Delta:
+        sequence.phase, sequence.error = Phase.FINISHED, str(failure)
+        sequence.stop.finish_reason = "error"
+        return self._last_words(sequence)
+
+    def _last_words(self, sequence: Sequence) -> Delta:
+        """The delta that ends a sequence from outside (failure, cancellation), with the text held back so far."""
+        reason = sequence.stop.finish_reason
+        text = sequence.stop.flush()
+        sequence.stop.finish_reason = reason
+        sequence.text += text
+        return Delta(
+            sequence.request.request_id,
+            sequence.choice,
+            text=text,
+            finish_reason=reason,
+            error=sequence.error,
+        )
+
+    def _drop_cancelled(self) -> list[Delta]:
+        gone = [s for s in [*self._waiting, *self._running] if s.cancelled]
+        deltas = []
+        for sequence in gone:
+            sequence.phase = Phase.FINISHED
+            sequence.stop.finish_reason = "cancelled"
+            deltas.append(self._last_words(sequence))
+        if gone:
+            self._waiting = deque(s for s in self._waiting if not s.cancelled)
+            self._retire()
+        return deltas
+
+    def _retire(self) -> None:
+        for sequence in [s for s in self._running if s.phase is Phase.FINISHED]:
+            self._running.remove(sequence)
+            if (drafter := self._drafter(sequence)) is not None:
+                drafter.end(sequence.view)
+            assert sequence.slot is not None
+            self.cache.release(sequence.slot)
+            sequence.slot = None
+        if not self._running:
+            self.check()
+
+    def _record(
+        self, batch: Seq[Sequence], outcomes: Seq[_Outcome], inputs: StepInputs, times: _Times
+    ) -> None:
+        whole = times.ended - times.began
+        for sequence, outcome in zip(batch, outcomes, strict=True):
+            if outcome.prefill:
+                sequence.stats.prefill_s += whole
+            else:
+                sequence.stats.decode_s += whole
+        if self._on_record is None:
+            return
+        rows = len(inputs.cache_rows)
+        for sequence, outcome in zip(batch, outcomes, strict=True):
+            self._on_record(
+                StepRecord(
+                    request=sequence.request.request_id,
+                    choice=sequence.choice,
+                    round=self._round,
+                    time_s=times.ended - self._started,
+                    batch=len(batch),
+                    rows=rows,
+                    context=outcome.context,
+                    kind="prefill" if outcome.prefill else "verify" if len(outcome.proposal) else "plain",
+                    drafter=outcome.proposal.drafter,
+                    proposed=max(outcome.proposal.depths(), default=0),
+                    accepted=outcome.accepted,
+                    emitted=outcome.emitted,
+                    draft_s=times.draft,
+                    verify_s=times.verify,
+                    other_s=whole - times.draft - times.verify,
+                    temperature=sequence.request.params.temperature,
+                    confidence=outcome.proposal.confidence,
+                )
+            )
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if (worst := max(request.prompt)) >= self.vocab_size or min(request.prompt) < 0:
+            raise InvalidParameter("prompt token id", worst, f"ids from 0 to {self.vocab_size - 1}")
+        if len(request.prompt) >= self.options.max_context:
+            raise ContextOverflow(
+                f"the prompt has {len(request.prompt)} tokens; the context holds {self.options.max_context} "
+                f"with at least one for the answer. Shorten the prompt or raise --max-context."
+            )
+        if request.params.stop and self._new_pieces is None:
+            raise UsageError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        settings = request.draft
+        get_rule(settings.verify)
+        if settings.drafter != "none" and settings.drafter not in self.drafters:
+            known = ", ".join(["none", *self.drafters])
+            raise InvalidParameter("drafter", settings.drafter, f"one of {known}")
+        if settings.draft_length is not None and settings.draft_length < 0:
+            raise InvalidParameter("draft_length", settings.draft_length, "a whole number from 0, or auto")
+
+    def _new_sequence(self, request: Request, choice: int, seed: int) -> Sequence:
+        params = request.params
+        output = params.max_tokens if params.max_tokens is not None else self.options.max_context
+        limit = min(len(request.prompt) + output, self.options.max_context)
+        prefix = PrefixState(request.prompt, params, self.vocab_size, self.eos_token_ids)
+        noise = request_key(seed, choice)
+        view = SequenceView(
+            key=next(self._keys),
+            tokens=list(request.prompt),
+            prompt_len=len(request.prompt),
+            params=params,
+            noise_key=noise,
+            tenant=request.tenant,
+            prefix=prefix,
+        )
+        stop = StopChecker(params, self.eos_token_ids, limit - len(request.prompt), self._new_pieces)
+        return Sequence(request, choice, view, prefix, stop, limit, noise)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a round brought one sequence. `kept` are the rows of its span that stay in the cache."""
+
+    proposal: Proposal
+    prefill: bool
+    context: int
+    verdict: Verdict | None = None
+    failure: RequestFailed | None = None
+    logits: Tensor | None = None
+    emitted: int = 0
+    accepted: int = 0
+    kept: Seq[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    began: float
+    draft: float
+    verify: float
+    ended: float
+
+
+def _append(kept: Tensor | None, rows: Tensor) -> Tensor:
+    import torch
+
+    return rows.clone() if kept is None else torch.cat([kept, rows])

@@ -1,0 +1,84 @@
+"""A request and its choices while the engine holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.core.output import DecodeStats, TokenLogprob
+from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.base import SequenceView
+from paceline.decode.stopping import StopChecker
+from paceline.decode.verify.prefix import PrefixState
+
+__all__ = ["DraftSettings", "Phase", "Request", "Sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """Per request: who drafts, how far, and by which rule drafts are accepted.
+
+    drafter        a name the engine knows; "none" decodes plainly
+    draft_length   tokens a round at most; None leaves the choice to the drafter ("auto")
+    verify         acceptance rule
+    """
+
+    drafter: str = "none"
+    draft_length: int | None = None
+    verify: str = "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    draft: DraftSettings = field(default_factory=DraftSettings)
+    tenant: str = ""
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice of a request.
+
+    view       what drafters see; `view.tokens` are the committed tokens
+    limit      total tokens (prompt and output) at most
+    slot       cache slot while running
+    """
+
+    request: Request
+    choice: int
+    view: SequenceView
+    prefix: PrefixState
+    stop: StopChecker
+    limit: int
+    noise_key: int
+    slot: int | None = None
+    phase: Phase = Phase.WAITING
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+    cancelled: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.view.tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.view.tokens[self.view.prompt_len :]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.limit - len(self.view.tokens)
