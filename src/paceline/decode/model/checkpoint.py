@@ -1,0 +1,202 @@
+"""Weights, config and tokenizer of a model, whatever file format they came in.
+
+Every loader ends at the same check: the tensors are exactly those the Transformers module of that config has, in
+name and in shape. What is missing, left over or of another shape is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.decode.model.families import check_family
+from paceline.decode.model.gguf_file import GGUFFile
+from paceline.decode.model.gguf_model import gguf_config, gguf_tensors
+from paceline.decode.model.gguf_tokenizer import gguf_end_ids, gguf_tokenizer, gguf_vocab_size
+from paceline.decode.model.safetensors_files import (
+    folder_config,
+    folder_end_ids,
+    folder_tensors,
+    folder_tokenizer,
+)
+from paceline.decode.model.source import ModelSource, SourceKind, resolve_source
+from paceline.decode.model.tokenizer import TextTokenizer
+from paceline.errors import ModelFormatError
+
+__all__ = ["Checkpoint", "CheckpointInfo", "inspect_checkpoint", "load_checkpoint", "parameter_shapes"]
+
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in memory, ready to be put into its module.
+
+    name           as the user gave it
+    config         Transformers config from which `AutoModelForCausalLM.from_config` builds the module
+    tensors        Hugging Face parameter name -> tensor; no `lm_head.weight` where it is the embedding
+    tokenizer      None only where the files carry none
+    eos_token_ids  every id that ends a text, from whichever file names one
+    vocab_size     real token ids; rows of the head from there on are padding
+    max_positions  context length in tokens
+    """
+
+    name: str
+    config: Any
+    tensors: dict[str, torch.Tensor]
+    tokenizer: TextTokenizer | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint without its weights: everything `Checkpoint` says but the tensors.
+
+    parameters   weights in all, a tied head counted once
+    """
+
+    name: str
+    config: Any
+    tokenizer: TextTokenizer | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_positions: int
+    parameters: int
+
+    def weight_bytes(self, bytes_per_weight: int) -> int:
+        return self.parameters * bytes_per_weight
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Keys and values of one token over all layers."""
+        heads = self.config.num_key_value_heads
+        return 2 * self.config.num_hidden_layers * heads * head_width(self.config) * bytes_per_value
+
+
+def head_width(config: Any) -> int:
+    """Values in one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def load_checkpoint(
+    spec: str, *, dtype: torch.dtype, progress: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """The model `spec` (see `source.py`) with its weights in `dtype` on the CPU.
+
+    Raises ModelNotFound, ModelFormatError or UnsupportedModel, each saying what to do.
+    """
+    source = resolve_source(spec, progress)
+    opened = _open(source)
+    config = opened.config
+    config.dtype = dtype
+    expected = parameter_shapes(config)
+    tensors = opened.tensors(dtype, progress)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    check_tensors({name: tuple(t.shape) for name, t in tensors.items()}, expected, str(source.path))
+    return Checkpoint(
+        name=spec,
+        config=config,
+        tensors=tensors,
+        tokenizer=opened.tokenizer,
+        eos_token_ids=opened.eos_token_ids,
+        vocab_size=opened.vocab_size,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def inspect_checkpoint(spec: str, progress: Callable[[str], None] | None = None) -> CheckpointInfo:
+    """The model `spec` without reading its weights; of a Hugging Face repository only JSON files are fetched."""
+    opened = _open(resolve_source(spec, progress, weights=False))
+    sizes = (torch.Size(shape).numel() for shape in parameter_shapes(opened.config).values())
+    return CheckpointInfo(
+        name=spec,
+        config=opened.config,
+        tokenizer=opened.tokenizer,
+        eos_token_ids=opened.eos_token_ids,
+        vocab_size=opened.vocab_size,
+        max_positions=opened.config.max_position_embeddings,
+        parameters=sum(sizes),
+    )
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What both formats give before any weight is read, and how to read the weights."""
+
+    config: Any
+    tokenizer: TextTokenizer | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    tensors: Callable[[torch.dtype, Callable[[str], None] | None], dict[str, torch.Tensor]]
+
+
+def _open(source: ModelSource) -> _Opened:
+    return _open_gguf(source) if source.kind is SourceKind.GGUF else _open_folder(source)
+
+
+def _open_gguf(source: ModelSource) -> _Opened:
+    file = GGUFFile(source.path)
+    config = gguf_config(file)
+    check_family(config, str(source.path))
+    tokenizer = gguf_tokenizer(file)
+    return _Opened(
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=gguf_end_ids(file),
+        vocab_size=min(gguf_vocab_size(file) or config.vocab_size, config.vocab_size),
+        tensors=lambda dtype, progress: gguf_tensors(file, config, dtype, progress),
+    )
+
+
+def _open_folder(source: ModelSource) -> _Opened:
+    config = folder_config(source.path)
+    check_family(config, str(source.path))
+    tokenizer = folder_tokenizer(source.path)
+    size = config.vocab_size if tokenizer is None else min(tokenizer.size, config.vocab_size)
+    return _Opened(
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=folder_end_ids(source.path, config, tokenizer),
+        vocab_size=size,
+        tensors=lambda dtype, progress: folder_tensors(source.path, dtype, progress),
+    )
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight the module of `config` has; nothing is allocated."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def check_tensors(
+    given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Raises ModelFormatError unless `given` has the names and shapes of `expected`."""
+    if missing := expected.keys() - given.keys():
+        raise ModelFormatError(f"{where} lacks {_listed(missing)}; download it again or convert it again.")
+    if extra := given.keys() - expected.keys():
+        raise ModelFormatError(f"{where} has {_listed(extra)}, which its config has no place for.")
+    wrong = [name for name in expected if given[name] != expected[name]]
+    if wrong:
+        name = wrong[0]
+        raise ModelFormatError(
+            f"{where}: {name} has shape {given[name]} and the config says {expected[name]} "
+            f"({len(wrong)} tensors disagree); the config belongs to another model."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
+    return f"{len(ordered)} tensors ({', '.join(ordered[:_NAMES_SHOWN])}{more})"

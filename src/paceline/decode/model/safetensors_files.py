@@ -1,0 +1,166 @@
+"""A model in a folder, as Transformers saves it: `config.json`, safetensors, tokenizer files.
+
+Pickled weights (`*.bin`, `*.pt`, `*.pth`) can run code when they are opened and are never read; code of the
+repository is never run either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.decode.model.tokenizer import TextTokenizer
+from paceline.errors import ModelFormatError, UnsupportedModel
+
+__all__ = ["folder_config", "folder_end_ids", "folder_tensors", "folder_tokenizer"]
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Computed from the config, and saved by old releases of Transformers.
+_RECOMPUTED = ".rotary_emb.inv_freq"
+
+
+def folder_config(folder: Path) -> Any:
+    """The Transformers config in `folder`."""
+    from transformers import AutoConfig
+
+    values = read_json(folder, "config.json")
+    if not isinstance(values.get("model_type"), str):
+        raise ModelFormatError(
+            f"{folder / 'config.json'} names no model_type; it is not a language model's config."
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{folder} is a {values['model_type']} model, which the installed Transformers cannot configure "
+            f"({str(error).splitlines()[0]:.160})."
+        ) from error
+
+
+def folder_tensors(
+    folder: Path, dtype: torch.dtype, progress: Callable[[str], None] | None
+) -> dict[str, torch.Tensor]:
+    """Every weight in `folder` in `dtype` under its own name, one at a time off the disk."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, torch.Tensor] = {}
+    files = _weight_files(folder)
+    for number, path in enumerate(files, start=1):
+        if progress is not None:
+            progress(f"reading {path.name}: {number} of {len(files)} files")
+        try:
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if not name.endswith(_RECOMPUTED):
+                        tensors[name] = _as_dtype(opened.get_tensor(name), dtype)
+        except (SafetensorError, OSError) as error:
+            raise ModelFormatError(f"{path} cannot be read ({error}); download it again.") from error
+    return tensors
+
+
+def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in `dtype`, never a view of the mapped file."""
+    return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).is_file():
+        names = read_json(folder, _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelFormatError(f"{folder / _INDEX} has no weight_map; download it again.")
+        files = sorted({folder / str(name) for name in names.values()})
+        if absent := [f.name for f in files if not f.is_file()]:
+            raise ModelFormatError(
+                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download it again."
+            )
+        return files
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    raise ModelFormatError(_why_no_weights(folder))
+
+
+def _why_no_weights(folder: Path) -> str:
+    if pickles := sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)):
+        return (
+            f"{folder} has its weights only as pickles ({pickles[0]}), which can run code when opened and are never "
+            "read; save them with `model.save_pretrained(folder, safe_serialization=True)` or take a repository "
+            "with safetensors."
+        )
+    if ggufs := sorted(folder.glob("*.gguf")):
+        return f"{folder} has no safetensors; to use the GGUF in it, give the file itself: {ggufs[0]}."
+    if odd := sorted(p.name for p in folder.glob("*.safetensors")):
+        return f"{folder} has {odd[0]} but neither {_WHOLE} nor {_INDEX}; rename a whole model to {_WHOLE}."
+    return f"{folder} has no weights; a model folder has {_WHOLE}, or {_INDEX} with its parts."
+
+
+def folder_tokenizer(folder: Path) -> TextTokenizer | None:
+    """The tokenizer in `folder`; None where there is none."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        backend = tokenizer.backend_tokenizer
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]:.160}); a tokenizer.json is "
+            "needed."
+        ) from error
+    templates = tokenizer.chat_template
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    return TextTokenizer(
+        backend,
+        prefix_ids=_prefix(backend),
+        special_tokens={k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)},
+        chat_templates=templates or {},
+    )
+
+
+def _prefix(backend: Any) -> list[int]:
+    """The ids the tokenizer puts in front of a text of its own accord."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    marked = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(marked) - len(plain) + 1):
+        if marked[start : start + len(plain)] == plain:
+            return list(marked[:start])
+    return []
+
+
+def folder_end_ids(folder: Path, config: Any, tokenizer: TextTokenizer | None) -> frozenset[int]:
+    """Ids that end a text according to the generation config, the config or the tokenizer."""
+    found = _ids(config.eos_token_id)
+    if (folder / "generation_config.json").is_file():
+        found |= _ids(read_json(folder, "generation_config.json").get("eos_token_id"))
+    if tokenizer is not None:
+        found |= _ids(tokenizer.eos_token_id)
+    return frozenset(found)
+
+
+def _ids(value: int | list[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
+
+
+def read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    """The JSON object in `folder / name`."""
+    path = folder / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFormatError(
+            f"{folder} has no {name}; a model folder has one beside its weights."
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON ({error}); download it again.") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} is not a JSON object; download it again.")
+    return value
