@@ -1,8 +1,8 @@
-"""Coupled verification: the target draws with the position's own noise, drafts are kept while they equal the draw.
+"""Coupled verification: the target draws with the position's own noise; drafts that equal its draw are kept.
 
-Drafter-invariant speculation, Daliri et al., arXiv 2408.07978: with Gumbel-max noise fixed by the position, the
-target's token is `argmin E / p` whatever was proposed. A drafter that draws from its own probabilities with the
-same noise proposes that very token as often as one pair of draws can agree.
+Drafter-invariant speculation, Daliri et al., arXiv 2408.07978: with Gumbel-max noise fixed by the position,
+the target's token is `argmin E / p` whatever was proposed. A drafter that draws from its own probabilities
+with the same noise mostly proposes that very token: the more often, the closer the two distributions are.
 
 `probabilities.draw` followed by `rules.walk` is this rule on logits, without full distributions.
 """

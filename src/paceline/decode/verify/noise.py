@@ -1,9 +1,9 @@
 """Counter-based noise: any single number can be had from its key, none depends on what was drawn before.
 
-A number is named by (request seed, choice index, absolute position, purpose, token id), for rules that need it
-also by the first position of the round. There is no generator and no state, so batch-mates, preemption, draft
-lengths and rejected drafts cannot move a request's noise, and drafting never shares it with the test that
-judges the draft (`coupled` apart, whose point it is: see `coupled.py`).
+A number is named by (request seed, choice index, absolute position, purpose, token id), for rules that need
+it also by the first position of the round. There is no generator and no state, so batch-mates, preemption,
+draft lengths and rejected drafts cannot move a request's noise, and drafting never shares it with the test
+that judges the draft (`coupled` apart, whose point it is: see `coupled.py`).
 
 A draw from probabilities p is `argmin E / p` with E ~ Exp(1), the Gumbel-max trick in its exponential form.
 
@@ -84,7 +84,7 @@ def exponential_noise(
     keys: Tensor,  # [rows] int64, from `position_key`
     token_ids: Tensor,  # [n] or [rows, n] int64
 ) -> Tensor:
-    """Exp(1) noise of the given tokens: [rows, n] float64, positive. A number depends on its key and id alone."""
+    """Exp(1) noise of the given tokens, above 0: [rows, n] float64. Depends on key and id alone."""
     rows = keys.unsqueeze(-1)
     owner, minimum = _block_noise(rows, torch.div(token_ids, BLOCK, rounding_mode="floor"))
     rest = _exponential(_mix(rows + (2 * token_ids + 1) * _signed(_GOLDEN)))

@@ -5,9 +5,9 @@ path in the tree, nothing else. The order is that of `core/sampling.py`.
 
 Choices that the names leave open:
 - repetition penalty counts prompt and output, presence and frequency penalty the output only;
-- before `min_tokens` the end-of-text ids are impossible also with `ignore_eos`, which only says that they do not
-  end the output;
-- a bad word is banned where all its tokens but the last end the output; tokens of the prompt do not begin one.
+- before `min_tokens` the end-of-text ids are impossible also with `ignore_eos`, which only says that they do
+  not end the output;
+- the last token of a bad word is banned where the others end the output; none of them is sought in the prompt.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _penalise(logits: Tensor, params: SamplingParams, prefix: PrefixState, paths
 
 
 def _counts_by_row(prefix: PrefixState, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct ids [n], output counts [rows, n] and whether seen at all [rows, n], each row with its own path."""
+    """Distinct ids [n]; output counts and whether seen at all, [rows, n], each row with its own path."""
     counts = prefix.counts()
     known = counts.slots
     fresh = sorted({token for path in paths for token in path} - known.keys())

@@ -61,7 +61,7 @@ class PrefixState:
 
     prompt           token ids
     params           the request's options; ids in them must lie below `vocab_size`
-    vocab_size       ids that mean something; the model's logits may be wider (padding) or, of a draft, narrower
+    vocab_size       ids that mean something; logits may be wider (padding) or, a draft's, narrower
     eos_token_ids    the model's end-of-text ids
 
     Raises InvalidParameter where an option names an id the vocabulary does not have.
@@ -121,5 +121,5 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:
             raise InvalidParameter(
-                name, max(ids), f"token ids from 0 to {vocab_size - 1}, the model's vocabulary"
+                name, max(ids), f"token ids below {vocab_size}, the size of the vocabulary"
             )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import SamplingParams
-from paceline.decode.verify.noise import BLOCK, block_minima, exponential_noise
+from paceline.decode.verify.noise import block_minima, exponential_noise
 from paceline.decode.verify.options import apply_options, has_options
 from paceline.decode.verify.prefix import PrefixState
 from paceline.decode.verify.support import block_ids, block_maxima, kept_tokens, row_mass, scaled
@@ -35,8 +35,7 @@ __all__ = [
     "to_probs",
 ]
 
-# Two scores closer than this (relative, in E / p) are judged by the definition itself: float32 probabilities of
-# tokens that can win are good to 6e-6.
+# Scores closer than this (relative, in E / p) are judged by the definition, whose probabilities are float32.
 _AMBIGUOUS = 1e-4
 _RACE_BLOCKS = (16, 128)
 
@@ -52,7 +51,7 @@ def greedy_tokens(
     logits: Tensor,  # [rows, width] of any number of sequences
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """For plain greedy sequences: argmax [rows] int64 (ties: lowest id), and whether each row is usable [rows] bool."""
+    """For plain greedy sequences: argmax [rows] int64 (ties: lowest id) and whether it is usable [rows] bool."""
     real = logits[:, :vocab_size]
     tokens = real.argmax(-1)
     values = real.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -104,8 +103,8 @@ def draw(
 ) -> Tensor:
     """The token of each row: [rows] int64. Equal to `draw_by_definition`; raises RequestFailed.
 
-    Also how a draft model draws under `coupled`: its own logits, the request's params and prefix, and the very
-    keys of the positions it drafts for.
+    Also how a draft model draws under `coupled`: its own logits, the request's params and prefix, and the
+    target's keys of the positions it drafts for.
     """
     real = _real_logits(logits, params, prefix, paths)
     if params.greedy:
@@ -170,8 +169,8 @@ def _fail(real: Tensor, logits: Tensor, prefix: PrefixState, paths: Paths) -> No
             raise RequestFailed(f"the model returned no finite logit at {at}; check its weights")
         if bool((processed == -math.inf).all()):
             raise RequestFailed(
-                f"no token is possible at {at}: allowed_token_ids, bad_words, min_tokens and logit_bias together "
-                f"exclude all {real.shape[1]}; loosen one of them"
+                f"no token is possible at {at}: allowed_token_ids, bad_words and min_tokens together exclude "
+                f"all {real.shape[1]} the model can give; loosen one of them"
             )
     raise AssertionError("every row is usable")
 
@@ -188,7 +187,7 @@ def _draw_kept(
 def _race(
     real: Tensor, maxima: Tensor, top: Tensor, temperature: float, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The draw among all tokens [rows], and whether it stands clear of rounding and of blocks not looked at [rows].
+    """The draw among all tokens [rows]; whether it stands clear of rounding and of blocks not seen [rows].
 
     A block's largest logit and its smallest noise bound the scores of its members.
     """

@@ -1,7 +1,7 @@
 """Acceptance rules: which drafts of a proposal are kept, and what the target itself says after them.
 
-Each rule is one pure function in a file of its own; this one holds what they share and their names, and does not
-import torch. Rows of a verify pass: row 0 follows the last committed token, row 1 + i follows node i.
+Each rule is one pure function in a file of its own; this one holds what they share and their names, and does
+not import torch. Rows of a verify pass: row 0 follows the last committed token, row 1 + i follows node i.
 
     draft        a token of a proposal
     accepted     a draft that the rule kept
@@ -9,9 +9,9 @@ import torch. Rows of a verify pass: row 0 follows the last committed token, row
     bonus        the target's own token after every draft on the path was accepted
     committed    tokens that are final
 
-Under `greedy` and `coupled` the target's draw at a position does not depend on the proposal, and a draft is kept
-while it equals that draw. So the emitted text is a function of the target and its noise alone: whatever the
-drafter proposes, and however far, only the number of rounds changes.
+Under `greedy` and `coupled` the target's draw at a position does not depend on the proposal, and a draft is
+kept while it equals that draw. So the emitted text is a function of the target and its noise alone: whatever
+the drafter proposes, and however far, only the number of rounds changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["RULES", "Rule", "get_rule", "row_paths", "row_positions", "walk"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An acceptance rule. `lossless`: the output has the target's own distribution. `available`: it is built."""
+    """One rule. `lossless`: the output has the target's own distribution. `available`: it is built."""
 
     name: str
     description: str
@@ -64,7 +64,7 @@ def get_rule(name: str) -> Rule:
 
 
 def walk(proposal: Proposal, draws: Sequence[int]) -> Verdict:
-    """Follows, from the last committed token, the child that equals the target's draw, as long as there is one.
+    """Follows from node to node the child that equals the target's draw, as long as there is one.
 
     `draws[0]` is the target's draw after the last committed token, `draws[1 + i]` the one after node i. Among
     equal siblings the first is followed. The next token is the draw at the end of the path, a bonus where the
@@ -74,8 +74,7 @@ def walk(proposal: Proposal, draws: Sequence[int]) -> Verdict:
     path: list[int] = []
     last: int | None = None
     want = draws[0]
-    leaf = len(proposal) == 0
-    # Parents come before their children, so one pass over the nodes finds the whole path.
+    # Parents come before their children: one pass over the nodes finds the whole path.
     for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
         if parent == last and token == want:
             path.append(node)
@@ -85,7 +84,7 @@ def walk(proposal: Proposal, draws: Sequence[int]) -> Verdict:
 
 
 def row_paths(proposal: Proposal) -> list[list[int]]:
-    """The drafts before each row's position, on its own path: [] for row 0, the tokens down to node i for 1 + i."""
+    """The drafts before each row's position: [] for row 0, the tokens from the root to node i for 1 + i."""
     paths: list[list[int]] = [[]]
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         paths.append([*paths[0 if parent is None else 1 + parent], token])

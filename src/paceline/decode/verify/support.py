@@ -1,8 +1,8 @@
 """The largest logits of a row without a sort, and the tokens that top-k, top-p and min-p keep.
 
 Tokens are ordered by logit, higher first, equal logits by id, lower first: a total order, so top-k and top-p
-keep the same set on every run. The `count` first tokens of a row lie in the `count` blocks of neighbouring ids
-whose first tokens come first, so only the maxima of blocks and those blocks are looked at.
+keep the same set on every run. The first `count` tokens of a row lie in the first `count` blocks of
+neighbouring ids, blocks ordered by their own first tokens: only block maxima and those blocks are looked at.
 
 Everything that rounds is computed row by row or along a row in float64: a row's result does not depend on the
 rows beside it.
@@ -26,7 +26,7 @@ _SMALLEST_FLOAT32_TEMPERATURE = 1e-30
 
 
 def block_maxima(logits: Tensor) -> Tensor:  # [rows, width]
-    """The largest logit of each block of `BLOCK` ids, the last block maybe short: [rows, blocks]. NaN spreads."""
+    """The largest logit of each block of `BLOCK` ids (the last may be short): [rows, blocks]. NaN spreads."""
     whole = logits.shape[1] // BLOCK * BLOCK
     parts = [logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
     if whole < logits.shape[1]:
@@ -59,7 +59,7 @@ def largest(
 
 
 def _first(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` of the given tokens, by one integer that orders like (value descending, id ascending)."""
+    """The first `count` of the given tokens, by one integer that orders like (value down, id up)."""
     bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     places = ((ordered.long() << 32) | (0x7FFFFFFF - ids)).topk(count, dim=-1).indices
@@ -72,7 +72,7 @@ def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Sum of exp((logits - top) / temperature) over each row, [rows, 1] float64: 1 / the top token's probability."""
+    """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
     sums = [
         (row.to(dtype) - peak).div_(temperature).exp_().sum(dtype=torch.float64)
