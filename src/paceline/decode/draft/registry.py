@@ -1,0 +1,71 @@
+"""The drafters by name, and the one way to write them: `--draft KIND[:MODEL]`.
+
+    none              plain decoding
+    ngram, suffix     string matching, no model
+    auto              the best of the model-free ones and of every other `--draft`, chosen each round
+    model:PATH        a smaller model; a bare path or id means the same
+
+A new drafter needs its file, a line here and its page in the docs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.decode.draft.base import Drafter
+from paceline.decode.draft.ngram import NgramDrafter
+from paceline.decode.draft.suffix import SuffixDrafter
+from paceline.errors import InvalidParameter, UsageError
+
+__all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_model_free", "parse_draft"]
+
+MODEL_FREE: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+KINDS = ("none", "auto", *MODEL_FREE, "model")
+PLANNED_KINDS = ("layer-skip", "eagle3", "mtp", "dflash", "dspark")  # `plan` knows them, the engine not yet
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """One `--draft`: a kind, and for `model` the path or id of its weights."""
+
+    kind: str
+    model: str | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.model is None else f"{self.kind}:{self.model}"
+
+
+def parse_draft(text: str) -> DraftSpec:
+    """`KIND`, `KIND:MODEL`, or a bare path or id (what holds a slash, a dot or a backslash) as `model:`.
+
+    Raises `InvalidParameter` for an unknown kind, with the nearest names, for a model where none is taken and
+    where one is missing; `UsageError` for a kind that only the planner knows.
+    """
+    kind, colon, model = text.partition(":")
+    if kind in PLANNED_KINDS:
+        raise UsageError(
+            f"the drafter {kind!r} can be planned for and this engine cannot run it yet; "
+            f"allowed here: {', '.join(KINDS)}."
+        )
+    if kind == "model":
+        if not model:
+            raise InvalidParameter("draft", text, "model:PATH or model:ID", "Add the path of the draft model.")
+        return DraftSpec("model", model)
+    if kind in KINDS:
+        if colon:
+            raise InvalidParameter("draft", text, f"{kind!r} without a model", f"Write {kind!r} alone.")
+        return DraftSpec(kind)
+    if any(mark in text for mark in "/\\."):
+        return DraftSpec("model", text)
+    near = difflib.get_close_matches(kind, (*KINDS, *PLANNED_KINDS), n=2, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "A model is given as model:PATH."
+    raise InvalidParameter("draft", text, f"KIND[:MODEL] with KIND one of {', '.join(KINDS)}", hint)
+
+
+def make_model_free(kind: str) -> Drafter:
+    """A fresh drafter of a kind that needs no model."""
+    if kind not in MODEL_FREE:
+        raise InvalidParameter("draft kind", kind, f"one of {', '.join(MODEL_FREE)}")
+    return MODEL_FREE[kind]()
