@@ -1,0 +1,176 @@
+"""A smaller model of the same vocabulary drafts, token by token.
+
+Its own KV cache follows the committed tokens lazily: before it drafts, the tokens it has not seen yet are run in
+one pass. What it wrote for its own drafts is kept as far as it turns out to be committed. Drafts are drawn with
+the target's noise at the same absolute positions (`coupled`; at temperature 0 that is the argmax), under all
+sampling options of the request and the prefix at that very position.
+
+Past its own maximum length it proposes nothing, for that sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
+from paceline.decode.draft.base import Needs, SequenceView
+from paceline.decode.model.base import TargetModel
+from paceline.decode.model.step import Span, build_inputs
+from paceline.decode.verify.noise import Purpose, position_key
+from paceline.decode.verify.probabilities import draw, greedy_tokens, is_plain_greedy, to_probs
+from paceline.errors import RequestFailed
+
+__all__ = ["ModelDrafter"]
+
+
+@dataclass(slots=True)
+class _State:
+    """`written` are the tokens whose keys and values lie in the slot, drafts included."""
+
+    slot: int
+    written: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One sequence while it is drafted for."""
+
+    view: SequenceView
+    budget: int
+    state: _State
+    drafts: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+
+class ModelDrafter:
+    """See the module's docstring.
+
+    model          weights of the draft
+    max_positions  its context; it stays silent where a draft would lie past it
+    slots          sequences it can follow at once, the engine's batch
+    stop_ids       drafting ends behind these (end-of-text): nothing can follow
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        *,
+        name: str,
+        max_positions: int,
+        slots: int,
+        stop_ids: frozenset[int] = frozenset(),
+        prefill_chunk: int = 512,
+    ) -> None:
+        self.name = name
+        self.needs = Needs(own_kv=True)
+        self.model = model
+        self.max_positions = max_positions
+        self.cache = model.new_cache(slots, max_positions)
+        self._stop_ids, self._chunk = stop_ids, prefill_chunk
+        self._states: dict[int, _State] = {}
+
+    def begin(self, view: SequenceView) -> None:
+        assert view.key not in self._states, f"sequence {view.key} began twice"
+        self._states[view.key] = _State(self.cache.allocate(1))
+
+    def end(self, view: SequenceView) -> None:
+        self.cache.release(self._states.pop(view.key).slot)
+
+    def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None:
+        """Nothing to learn: the next `propose` compares what was written with what was committed."""
+
+    def check_idle(self) -> None:
+        assert not self._states, f"draft state is held for ended sequences {sorted(self._states)}"
+        self.cache.check([])
+
+    def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
+        growing = []
+        for view, budget in zip(views, budgets, strict=True):
+            room = self.max_positions - len(view.tokens)
+            growing.append(_Growing(view, min(budget, room), self._states[view.key]))
+        active = [g for g in growing if g.budget > 0]
+        logits = self._catch_up(active)
+        while active:
+            self._extend(active, logits)
+            active = [g for g in active if not g.stopped and len(g.drafts) < g.budget]
+            if active:
+                logits = self._pass([(g, [g.drafts[-1]]) for g in active])
+        return [self._proposal(g) for g in growing]
+
+    def _catch_up(self, active: list[_Growing]) -> Tensor:
+        """Run what each sequence has committed and the draft has not seen; logits after the last token."""
+        missing: list[tuple[_Growing, list[int]]] = []
+        for g in active:
+            known = _shared_length(g.state.written, g.view.tokens)
+            known = min(known, len(g.view.tokens) - 1)
+            self.cache.truncate(g.state.slot, known)
+            del g.state.written[known:]
+            self.cache.reserve_capacity(len(g.view.tokens) + g.budget)
+            missing.append((g, g.view.tokens[known:]))
+        while any(len(tokens) > self._chunk for _, tokens in missing):
+            self._pass([(g, tokens[: self._chunk]) for g, tokens in missing if len(tokens) > self._chunk])
+            missing = [(g, t[self._chunk :] if len(t) > self._chunk else t) for g, t in missing]
+        return self._pass(missing) if missing else torch.empty(0)
+
+    def _pass(self, entries: list[tuple[_Growing, list[int]]]) -> Tensor:
+        """One pass over the tokens of each entry; logits [entries, width] after the last of each."""
+        with self.cache.transaction() as transaction:
+            spans = []
+            for g, tokens in entries:
+                start = transaction.reserve(g.state.slot, len(tokens))
+                spans.append(Span(g.state.slot, start, tokens, want="last", prefill=len(tokens) > 32))
+            inputs = build_inputs(spans, self.cache.capacity, self.model.geometry, self.model.row_policy)
+            logits = self.model.forward(inputs, self.cache).logits
+            for g, tokens in entries:
+                transaction.commit(g.state.slot, range(len(tokens)))
+                g.state.written += tokens
+        return logits[[first for first, _ in inputs.logits_of]]
+
+    def _extend(self, active: list[_Growing], logits: Tensor) -> None:
+        """Draw the next draft of each sequence from its row of `logits`."""
+        vocab = active[0].view.prefix.vocab_size
+        best, usable = greedy_tokens(logits, vocab)
+        chance = logits[:, :vocab].softmax(-1).amax(-1).tolist()
+        for row, g in enumerate(active):
+            view = g.view
+            one = logits[row : row + 1]
+            if is_plain_greedy(view.params, view.prefix):
+                token = int(best[row]) if bool(usable[row]) else None
+            else:
+                token = self._draw(g, one)
+            if token is None:
+                g.stopped = True
+                continue
+            g.drafts.append(token)
+            g.confidence.append(chance[row])
+            g.stopped = token in self._stop_ids and not view.params.ignore_eos
+
+    def _draw(self, g: _Growing, logits: Tensor) -> int | None:
+        """A draft under the request's options; None where the draft's logits allow no token."""
+        view, path = g.view, [list(g.drafts)]
+        key = position_key(view.noise_key, len(view.tokens) + len(g.drafts), Purpose.TARGET)
+        try:
+            token = draw(logits, view.params, view.prefix, path, torch.tensor([key], device=logits.device))
+        except RequestFailed:
+            return None
+        if not view.params.greedy:
+            g.probs.append(to_probs(logits, view.params, view.prefix, path))
+        return int(token[0])
+
+    def _proposal(self, g: _Growing) -> Proposal:
+        distribution = Dense(torch.cat(g.probs)) if g.probs else OneHot()
+        return Proposal.chain(g.drafts, self.name, distribution, tuple(g.confidence))
+
+
+def _shared_length(written: Seq[int], tokens: Seq[int]) -> int:
+    """Length of the longest common prefix."""
+    limit = min(len(written), len(tokens))
+    if list(written[:limit]) == list(tokens[:limit]):
+        return limit
+    return next(i for i in range(limit) if written[i] != tokens[i])

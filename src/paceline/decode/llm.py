@@ -1,0 +1,301 @@
+"""`LLM`: a model from disk, its drafters and an engine, behind three calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.output import Completion, Delta, RequestOutput
+from paceline.core.records import TraceWriter
+from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.build import build_drafters, parse_drafts
+from paceline.decode.engine import Engine, EngineOptions
+from paceline.decode.model.checkpoint import Checkpoint, load_checkpoint
+from paceline.decode.model.llama import LlamaDecoder
+from paceline.decode.sequence import DraftSettings, Request, Sequence
+from paceline.errors import InvalidParameter, UsageError
+
+__all__ = ["LLM", "Prompt", "pick_dtype"]
+
+Prompt = str | Seq[int]
+Messages = Seq[Mapping[str, Any]]
+_DEFAULT_CONTEXT = 4096
+
+
+class LLM:
+    """Generate text with a model, speculatively and exactly.
+
+    model         `smollm2-135m`, a Hugging Face id, a folder with safetensors, or a .gguf file
+    draft         one or several of `none`, `auto`, `ngram`, `suffix`, `model:PATH` (a bare path or id too)
+    draft_length  draft tokens a round; None lets the drafter choose
+    verify        acceptance rule
+    dtype         float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32
+    draft_dtype   of a draft model; the target's where None
+    threads       CPU threads; PyTorch's own choice where None
+    max_context   tokens of prompt and answer; the model's own maximum, at most 4096, where None
+    max_batch     sequences decoded together
+    deterministic rows independent in passes of any size, at some cost in large batches
+    trace         file for one record per sequence and round
+
+    Raises UsageError (and its kinds) with a sentence for whatever does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str | Seq[str] = "auto",
+        draft_length: int | None = None,
+        verify: str = "coupled",
+        dtype: str = "auto",
+        draft_dtype: str | None = None,
+        device: str = "auto",
+        threads: int | None = None,
+        max_context: int | None = None,
+        max_batch: int = 8,
+        deterministic: bool = False,
+        trace: Path | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        specs = parse_drafts([draft] if isinstance(draft, str) else draft)
+        _check_whole("draft_length", draft_length, 0)
+        _check_whole("threads", threads, 1)
+        _check_whole("max_context", max_context, 2)
+        _check_whole("max_batch", max_batch, 1)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.device = _pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.checkpoint, decoder = _load(model, self.dtype, self.device, progress)
+        self.tokenizer = self.checkpoint.tokenizer
+        self.max_context = self._context(max_context)
+        self.drafters, default = build_drafters(
+            specs,
+            self.checkpoint,
+            max_batch=max_batch,
+            load=lambda spec: _load(spec, pick_dtype(draft_dtype or dtype, self.device), self.device, progress),
+        )
+        self.defaults = DraftSettings(default, draft_length, verify)
+        self.trace = self._open_trace(trace, model)
+        self.engine = Engine(
+            decoder,
+            vocab_size=self.checkpoint.vocab_size,
+            eos_token_ids=self.checkpoint.eos_token_ids,
+            drafters=self.drafters,
+            options=EngineOptions(
+                max_batch=max_batch, max_context=self.max_context, deterministic=deterministic
+            ),
+            new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
+            on_record=None if self.trace is None else self.trace.write,
+        )
+        self._ids = count()
+        self.load_s = time.perf_counter() - began
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        draft: DraftSettings | Seq[DraftSettings] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts (text, or token ids); outputs in the order of the prompts."""
+        many = _as_prompts(prompts)
+        requests = [
+            self._request(prompt, p, d)
+            for prompt, p, d in zip(
+                many,
+                _spread("params", params or SamplingParams(), len(many)),
+                _spread("draft", draft or self.defaults, len(many)),
+                strict=True,
+            )
+        ]
+        return self._run(requests)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        draft: DraftSettings | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation by the model's own chat template."""
+        return self.generate([self._chat_ids(messages)], params, draft=draft)[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        draft: DraftSettings | None = None,
+    ) -> Iterator[Delta]:
+        """Deltas of one prompt or conversation as they become certain; leaving the loop cancels the request."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self._chat_ids(prompt)  # type: ignore[arg-type]
+        request = self._request(prompt, params or SamplingParams(), draft or self.defaults)  # type: ignore[arg-type]
+        self.last_sequences = self.engine.add(request)
+        left = request.params.n
+        try:
+            while left:
+                for delta in self.engine.step():
+                    if delta.request_id == request.request_id:
+                        left -= delta.finish_reason is not None
+                        yield delta
+        finally:
+            if left:
+                self.engine.cancel(request.request_id)
+                self.engine.step()
+
+    def close(self) -> None:
+        """Write out the trace."""
+        if self.trace is not None:
+            self.trace.close()
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UsageError("this model comes without a tokenizer; give token ids instead of text")
+        return self.tokenizer.encode(text)
+
+    def _chat_ids(self, messages: Messages) -> list[int]:
+        if self.tokenizer is None:
+            raise UsageError("this model comes without a tokenizer; give token ids instead of messages")
+        return self.tokenizer.encode_chat(messages)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, draft: DraftSettings) -> Request:
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft)
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """Bad words given as text, as token ids: as they stand alone and as they follow a space."""
+        if not any(isinstance(word, str) for word in params.bad_words):
+            return params
+        if self.tokenizer is None:
+            raise UsageError("bad words given as text need a tokenizer; give token ids")
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                texts = (word, " " + word.lstrip())
+                words += [tuple(self.tokenizer.backend.encode(t, add_special_tokens=False).ids) for t in texts]
+            else:
+                words.append(word)
+        return replace(params, bad_words=tuple(dict.fromkeys(w for w in words if w)))
+
+    def _run(self, requests: Seq[Request]) -> list[RequestOutput]:
+        queued: list[list[Sequence]] = []
+        try:
+            for request in requests:
+                queued.append(self.engine.add(request))
+            while self.engine.has_work:
+                self.engine.step()
+        except BaseException:
+            for request in requests[: len(queued)]:
+                self.engine.cancel(request.request_id)
+            self.engine.step()
+            raise
+        return [
+            RequestOutput(r.request_id, list(r.prompt), [completion(s) for s in sequences])
+            for r, sequences in zip(requests, queued, strict=True)
+        ]
+
+    def _context(self, asked: int | None) -> int:
+        own = self.checkpoint.max_positions
+        if asked is not None and asked > own:
+            raise InvalidParameter("max_context", asked, f"at most {own}, the model's own maximum")
+        return asked or min(own, _DEFAULT_CONTEXT)
+
+    def _open_trace(self, path: Path | None, model: str) -> TraceWriter | None:
+        if path is None:
+            return None
+        return TraceWriter(
+            path,
+            {
+                "model": model,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "drafter": self.defaults.drafter,
+                "draft_length": self.defaults.draft_length,
+                "verify": self.defaults.verify,
+                "threads": torch.get_num_threads(),
+            },
+        )
+
+
+def completion(sequence: Sequence) -> Completion:
+    """A finished sequence as the caller sees it."""
+    assert sequence.stop.finish_reason is not None
+    return Completion(
+        index=sequence.choice,
+        text=sequence.text,
+        token_ids=sequence.output,
+        finish_reason=sequence.stop.finish_reason,
+        stats=sequence.stats,
+        logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
+        error=sequence.error,
+    )
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; `auto` is bfloat16 where the device multiplies it natively."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        return torch.bfloat16
+    if name not in known:
+        raise InvalidParameter("dtype", name, "auto, float32 or bfloat16")
+    return known[name]
+
+
+def _load(
+    spec: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] | None
+) -> tuple[Checkpoint, LlamaDecoder]:
+    checkpoint = load_checkpoint(spec, dtype=dtype, progress=progress)
+    return checkpoint, LlamaDecoder(checkpoint.config, checkpoint.tensors, device)
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidParameter("device", name, "auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidParameter("device", name, "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("device", name, "cpu", "This PyTorch sees no CUDA device.")
+    return device
+
+
+def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and isinstance(many[0], int):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _spread(name: str, value: Any, size: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * size
+    if len(value) != size:
+        raise UsageError(f"{len(value)} {name} for {size} prompts; give one, or one for each prompt")
+    return list(value)
+
+
+def _check_whole(name: str, value: object, low: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+        raise InvalidParameter(name, value, f"a whole number from {low}")
+
+
