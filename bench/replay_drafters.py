@@ -1,12 +1,12 @@
 """What the model-free drafters would have gained on recorded texts: no model, no device.
 
-Each text (prompt, output) is replayed token by token as if a greedy target had written it: a draft is accepted
-while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a tokenizer;
+Each text (prompt, output) is replayed token by token as if a greedy target had written it: a draft is
+accepted while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a tokenizer;
 acceptance with real tokens differs somewhat.
 
     python bench/replay_drafters.py TEXTS.jsonl [...] [--budgets 4 8 16] [--limit 200] [--json OUT]
 
-Every line of the file holds `prompt` and `reference`, or `question` and `answer`, or `turns` and `reference`.
+Lines of a file hold `prompt` and `reference`, or `question` and `answer`, or `turns` and `reference`.
 Printed per drafter and budget: tokens per round over all rounds, the share of rounds with a draft, drafted and
 accepted tokens per drafting round, and microseconds of propose + observe per round (this machine's).
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from paceline.core.proposal import Verdict
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter, SequenceView
-from paceline.decode.draft.registry import MODEL_FREE
+from paceline.decode.draft.registry import MODEL_FREE, make_auto
 
 _TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
@@ -111,17 +111,27 @@ def _round(
     return accepted + 1
 
 
+def _make(name: str, cost: Callable[[int], float]) -> Drafter:
+    return make_auto(cost=cost) if name == "auto" else MODEL_FREE[name]()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--limit", type=int, default=200, help="texts of a file")
-    parser.add_argument("--drafters", nargs="+", default=list(MODEL_FREE), choices=list(MODEL_FREE))
+    parser.add_argument("--drafters", nargs="+", default=[*MODEL_FREE, "auto"])
     parser.add_argument("--row-cost", type=float, default=0.05, help="each more row, in plain passes")
     parser.add_argument("--calibration", action="store_true", help="confidence against outcome")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
+
+    def cost(rows: int) -> float:
+        return 1.0 + args.row_cost * (rows - 1)
+
     for path in args.texts:
         ids: dict[str, int] = {}
         documents = [
@@ -132,7 +142,7 @@ def main() -> None:
         print(f"{path.name}: {len(documents)} texts, {sum(len(o) for _, o in documents)} output tokens")
         for name in args.drafters:
             for budget in args.budgets:
-                tally = replay(MODEL_FREE[name](), documents, budget, lambda r: 1 + args.row_cost * (r - 1))
+                tally = replay(_make(name, cost), documents, budget, cost)
                 row = tally.row()
                 print(f"  {name:8} D={budget:<3}" + "  ".join(f"{k} {v:.2f}" for k, v in row.items()))
                 results.append({"texts": path.name, "drafter": name, "budget": budget, **row})
