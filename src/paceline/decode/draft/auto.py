@@ -142,12 +142,12 @@ class AutoDrafter:
             own_kv=any(needs.own_kv for needs in wanted),
             tokenizer=any(needs.tokenizer for needs in wanted),
         )
-        self._tables = [AcceptanceTable() for _ in candidates]
+        self.tables = [AcceptanceTable() for _ in candidates]
         self._states: dict[int, _State] = {}
 
     def begin(self, view: SequenceView) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"
-        self._states[view.key] = _State([_Track(Learner(table)) for table in self._tables], len(view.tokens))
+        self._states[view.key] = _State([_Track(Learner(table)) for table in self.tables], len(view.tokens))
         for candidate in self.candidates:
             candidate.drafter.begin(view)
 

@@ -8,7 +8,7 @@ that loops is drafted at full length.
 Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding).
 Guarantees: ids already in the sequence only; O(max_ngram) dictionary work per committed token and per
 proposal.
-Twin: `tests/drafters/twins.py::ngram_continuation` searches every position.
+Twin: `tests/drafters/drafter_twins.py::ngram_continuation` searches every position.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), with two changes: coun
 matches instead of from all, which bounds the cost and lets old habits fade; and probabilities are smoothed by
 the length of the match, so that a single place does not claim certainty.
 Guarantees: ids already in the prompt, the output or the tenant's pool only; the pool as `OutputPool` says.
-Twin: `tests/drafters/twins.py::suffix_chain`.
+Twin: `tests/drafters/drafter_twins.py::suffix_chain`.
 """
 
 from __future__ import annotations
