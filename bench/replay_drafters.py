@@ -1,14 +1,16 @@
 """What the model-free drafters would have gained on recorded texts: no model, no device.
 
 Each text (prompt, output) is replayed token by token as if a greedy target had written it: a draft is
-accepted while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a tokenizer;
-acceptance with real tokens differs somewhat.
+accepted while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a
+tokenizer; acceptance with real tokens differs somewhat. One drafter sees the texts of a file one after the
+other, so that its pool fills with the earlier outputs of the same file.
 
     python bench/replay_drafters.py TEXTS.jsonl [...] [--budgets 4 8 16] [--limit 200] [--json OUT]
 
-Lines of a file hold `prompt` and `reference`, or `question` and `answer`, or `turns` and `reference`.
-Printed per drafter and budget: tokens per round over all rounds, the share of rounds with a draft, drafted and
-accepted tokens per drafting round, and microseconds of propose + observe per round (this machine's).
+Lines of a file hold `prompt` and `reference`, or `question` and `answer`, or `turns` and `reference`. Printed
+per drafter and budget: tokens per round over all rounds, tokens per cost (1 is plain decoding), the share of
+rounds with a draft, drafted and accepted tokens per drafting round, acceptance, and microseconds of propose and
+observe per round (this machine's).
 """
 
 from __future__ import annotations
@@ -111,6 +113,21 @@ def _round(
     return accepted + 1
 
 
+def _with_context(
+    documents: list[tuple[list[int], list[int]]], length: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts with the other texts of the file before them, cut to `length` tokens where they were shorter."""
+    lengthened = []
+    for i, (prompt, output) in enumerate(documents):
+        others: list[int] = []
+        for other in documents[i + 1 :] + documents[:i]:
+            if len(others) + len(prompt) >= length:
+                break
+            others += other[0] + other[1]
+        lengthened.append((others[: max(0, length - len(prompt))] + prompt, output))
+    return lengthened
+
+
 def _make(name: str, cost: Callable[[int], float]) -> Drafter:
     return make_auto(cost=cost) if name == "auto" else MODEL_FREE[name]()
 
@@ -124,6 +141,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, help="texts of a file")
     parser.add_argument("--drafters", nargs="+", default=[*MODEL_FREE, "auto"])
     parser.add_argument("--row-cost", type=float, default=0.05, help="each more row, in plain passes")
+    parser.add_argument("--context", type=int, default=0, help="lengthen prompts to this many tokens")
     parser.add_argument("--calibration", action="store_true", help="confidence against outcome")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -139,6 +157,7 @@ def main() -> None:
              [ids.setdefault(t, len(ids)) for t in _TOKEN.findall(output)])
             for prompt, output in texts(path, args.limit)
         ]  # fmt: skip
+        documents = _with_context(documents, args.context)
         print(f"{path.name}: {len(documents)} texts, {sum(len(o) for _, o in documents)} output tokens")
         for name in args.drafters:
             for budget in args.budgets:

@@ -64,7 +64,8 @@ class Loop:
                 "the second answer differs"
             )
             assert [view.tokens for view in views] == before, "propose wrote into a view"
-            for view, proposal in zip(views, proposals, strict=True):
+            assert len(proposals) == len(views), "not one proposal per view"
+            for proposal in proposals:
                 assert max(proposal.depths(), default=0) <= budget, "longer than the budget"
                 self.drafted += len(proposal)
         verdicts: list[Verdict | None] = []

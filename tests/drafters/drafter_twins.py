@@ -50,7 +50,7 @@ def suffix_places(
 
 
 def suffix_chain(tokens: list[int], pool: list[list[int]], budget: int, options: SuffixOptions) -> list[int]:
-    """The path with the most expected accepted tokens; of equal votes the longest match, the own text, the newest."""
+    """The path with the most expected accepted tokens; ties go to the longest match, own text, newest."""
     places = sorted(
         suffix_places(tokens, pool, options.min_match, max(options.max_match, budget)),
         key=lambda place: (-place[2], place[0] >= 0, -place[0], -place[1]),

@@ -48,7 +48,7 @@ def dear(rows: int) -> float:
 
 
 def run(auto: AutoDrafter, until: int, budget: int = 8) -> tuple[list[Proposal], list[int]]:
-    """Rounds of a target whose token at position i is i, until `until` tokens; proposals and their positions."""
+    """Rounds of a target whose token at position i is i, until `until` tokens; proposals, positions."""
     loop = Loop(auto, len)
     view = loop.begin(0, [0])
     proposals, at = [], []

@@ -56,7 +56,7 @@ class TestContract:
 
     @pytest.mark.parametrize("index", range(8))
     def test_rejection_at_every_index(self, name: str, index: int) -> None:
-        """The text repeats for 40 tokens and then parts from every copy: inside the draft, at `index` of it."""
+        """The text repeats and then parts from every copy: inside the draft, at `index` of it."""
         period = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
         loop = Loop(DRAFTERS[name](), lambda prefix: period[len(prefix) % 12])
         view = loop.begin(0, period * 3)

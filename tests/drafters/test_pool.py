@@ -102,7 +102,7 @@ def test_old_outputs_leave_and_the_fullest_tenant_gives_way() -> None:
 def test_what_only_loses_is_dropped() -> None:
     """Acceptance must not rot: an output whose suggestions keep missing stops speaking."""
     drafter = SuffixDrafter()
-    finish(drafter, [5, 6, 7] + TEXT)
+    finish(drafter, [5, 6, 7, *TEXT])
     loop = Loop(drafter, script_target([t for i in range(40) for t in (5, 6, 900 + i)], 1))
     loop.begin(1, [1])
     drafts = [len(loop.round([1], 4)[0]) for _ in range(80)]

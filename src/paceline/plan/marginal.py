@@ -23,7 +23,7 @@ def choose_length(
     cost: Callable[[int], float],  # draft length -> cost of the round, any unit; > 0
     min_gain: float = 0.0,  # a draft is worth it only where the rate beats plain decoding by this share
 ) -> int:
-    """The length D in [0, len(survival)] with the largest (1 + Σ survival[:D]) / cost(D); the shortest of equals.
+    """The length D in [0, len(survival)] with the largest (1 + Σ survival[:D]) / cost(D), the shortest.
 
     0, plain decoding, where no length emits more than (1 + min_gain) times its tokens per cost.
     """

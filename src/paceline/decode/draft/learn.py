@@ -72,7 +72,7 @@ class Learner:
     _later: _Correction = field(default_factory=_Correction)
 
     def survival(self, confidence: Seq[float | None]) -> list[float]:
-        """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: not stated)."""
+        """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: unknown)."""
         result, product = [], 1.0
         for position, stated in enumerate(confidence):
             product *= self._correction(position).apply(self.table.estimate(position, stated))
