@@ -1,14 +1,16 @@
 """What the model-free drafters would have gained on recorded texts: no model, no device.
 
-Each text (prompt, output) is replayed token by token as if a greedy target had written it: a draft is accepted
-while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a tokenizer;
-acceptance with real tokens differs somewhat.
+Each text (prompt, output) is replayed token by token as if a greedy target had written it: a draft is
+accepted while it equals the text. Tokens are words, runs of punctuation and runs of space, a stand-in for a
+tokenizer; acceptance with real tokens differs somewhat. One drafter sees the texts of a file one after the
+other, so that its pool fills with the earlier outputs of the same file.
 
     python bench/replay_drafters.py TEXTS.jsonl [...] [--budgets 4 8 16] [--limit 200] [--json OUT]
 
-Every line of the file holds `prompt` and `reference`, or `question` and `answer`, or `turns` and `reference`.
-Printed per drafter and budget: tokens per round over all rounds, the share of rounds with a draft, drafted and
-accepted tokens per drafting round, and microseconds of propose + observe per round (this machine's).
+Lines of a file hold `prompt` and `reference`, `question` and `answer`, or `turns` and `reference`.
+Printed per drafter and budget: tokens per round over all rounds, tokens per cost (1 is plain decoding), the
+share of rounds with a draft, drafted and accepted tokens per drafting round, acceptance, and microseconds of
+propose and observe per round (this machine's).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from paceline.core.proposal import Verdict
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter, SequenceView
-from paceline.decode.draft.registry import MODEL_FREE
+from paceline.decode.draft.registry import MODEL_FREE, make_auto, make_model_free
 
 _TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
@@ -64,6 +66,22 @@ def texts(path: Path, limit: int) -> Iterator[tuple[str, str]]:
         output = row.get("answer") or row.get("reference")
         if output:
             yield prompt, output if isinstance(output, str) else "\n".join(output)
+
+
+def replay_file(path: Path, name: str, budget: int, limit: int, row_cost: float, context: int = 0) -> Tally:
+    """Replays up to `limit` texts of a file through one drafter; each further row costs `row_cost` passes."""
+
+    def cost(rows: int) -> float:
+        return 1.0 + row_cost * (rows - 1)
+
+    ids: dict[str, int] = {}
+
+    def encode(text: str) -> list[int]:
+        return [ids.setdefault(token, len(ids)) for token in _TOKEN.findall(text)]
+
+    documents = [(encode(prompt), encode(output)) for prompt, output in texts(path, limit)]
+    drafter = make_auto(cost=cost) if name == "auto" else make_model_free(name)
+    return replay(drafter, _with_context(documents, context), budget, cost)
 
 
 def replay(
@@ -111,34 +129,47 @@ def _round(
     return accepted + 1
 
 
+def _with_context(
+    documents: list[tuple[list[int], list[int]]], length: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts with the other texts of the file before them, up to `length` tokens."""
+    lengthened = []
+    for i, (prompt, output) in enumerate(documents):
+        others: list[int] = []
+        for other in documents[i + 1 :] + documents[:i]:
+            if len(others) + len(prompt) >= length:
+                break
+            others += other[0] + other[1]
+        lengthened.append((others[: max(0, length - len(prompt))] + prompt, output))
+    return lengthened
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--limit", type=int, default=200, help="texts of a file")
-    parser.add_argument("--drafters", nargs="+", default=list(MODEL_FREE), choices=list(MODEL_FREE))
+    parser.add_argument("--drafters", nargs="+", default=[*MODEL_FREE, "auto"], help="of these")
     parser.add_argument("--row-cost", type=float, default=0.05, help="each more row, in plain passes")
+    parser.add_argument("--context", type=int, default=0, help="lengthen prompts to this many tokens")
     parser.add_argument("--calibration", action="store_true", help="confidence against outcome")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
     for path in args.texts:
-        ids: dict[str, int] = {}
-        documents = [
-            ([ids.setdefault(t, len(ids)) for t in _TOKEN.findall(prompt)],
-             [ids.setdefault(t, len(ids)) for t in _TOKEN.findall(output)])
-            for prompt, output in texts(path, args.limit)
-        ]  # fmt: skip
-        print(f"{path.name}: {len(documents)} texts, {sum(len(o) for _, o in documents)} output tokens")
         for name in args.drafters:
             for budget in args.budgets:
-                tally = replay(MODEL_FREE[name](), documents, budget, lambda r: 1 + args.row_cost * (r - 1))
+                tally = replay_file(path, name, budget, args.limit, args.row_cost, args.context)
                 row = tally.row()
-                print(f"  {name:8} D={budget:<3}" + "  ".join(f"{k} {v:.2f}" for k, v in row.items()))
+                print(
+                    f"{path.stem} {name:8} D={budget:<3}" + "  ".join(f"{k} {v:.2f}" for k, v in row.items())
+                )
                 results.append({"texts": path.name, "drafter": name, "budget": budget, **row})
             if args.calibration:
                 for _, (count, said, was) in sorted(tally.calibration.items()):
-                    print(f"      said {said / count:.2f}  was {was / count:.2f}  n {count:.0f}")
+                    print(f"    said {said / count:.2f}  was {was / count:.2f}  n {count:.0f}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 

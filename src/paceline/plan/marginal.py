@@ -1,12 +1,12 @@
 """How far to draft in one round: the length with the most expected tokens per unit of cost.
 
-With `survival[i]` the chance that draft i is accepted, a round of draft length D emits AL(D) = 1 + Σ survival[:D]
-tokens and costs cost(D). D + 1 beats D where survival[D] / AL(D) > (cost(D+1) - cost(D)) / cost(D); but a real
-cost is a staircase (tiles, captured graph sizes) and not convex, so stopping at the first step that does not pay
-can stop too early: every length is compared.
+With `survival[i]` the chance that draft i is accepted, a round of draft length D emits AL(D) = 1 + Σ
+survival[:D] tokens and costs cost(D). D + 1 beats D where survival[D] / AL(D) > (cost(D+1) - cost(D)) /
+cost(D); but a real cost is a staircase (tiles, captured graph sizes) and not convex, so stopping at the first
+step that does not pay can stop too early: every length is compared.
 
-Under `coupled` and greedy verification the length of a draft may depend on anything without biasing the output.
-Under `rejection` and `block` it may not depend on the drafted tokens beyond what those rules allow.
+Under `coupled` and greedy verification the length of a draft may depend on anything without biasing the
+output. Under `rejection` and `block` it may not depend on the drafted tokens beyond what those rules allow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def choose_length(
     cost: Callable[[int], float],  # draft length -> cost of the round, any unit; > 0
     min_gain: float = 0.0,  # a draft is worth it only where the rate beats plain decoding by this share
 ) -> int:
-    """The draft length in [0, len(survival)] that maximises (1 + Σ survival[:D]) / cost(D); the shortest of equals.
+    """The length D in [0, len(survival)] with the largest (1 + Σ survival[:D]) / cost(D), the shortest.
 
     0, plain decoding, where no length emits more than (1 + min_gain) times its tokens per cost.
     """

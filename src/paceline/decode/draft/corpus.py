@@ -1,11 +1,12 @@
 """Documents of tokens that can be searched for the longest matches of a suffix.
 
-For a few context lengths ("levels") a hash table leads to the most recent place of each context, and each place
-to the one before it, as in LZ77 matchers. A look-up walks from the longest level to the shortest and takes the
-most recent places first, so its cost is bounded while long matches are never crowded out by frequent short ones.
+For a few context lengths ("levels") a hash table leads to the most recent place of each context, and each
+place to the one before it, as in LZ77 matchers. A look-up walks from the longest level to the shortest and
+takes the most recent places first, so its cost is bounded while long matches are never crowded out by
+frequent short ones.
 
-Guarantees: every place returned is a true match (hashes are checked); with fewer places than the limit, all of
-them are returned. O(levels) work per token added, removed or looked up.
+Guarantees: every place returned is a true match (hashes are checked); with fewer places than the limit, all
+of them are returned. O(levels) work per token added, removed or looked up.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Corpus:
         return document
 
     def extend(self, document: Document, tokens: list[int]) -> None:
-        """Takes in tokens appended to the newest document. A context is entered once its next token is known."""
+        """Takes in tokens appended to the newest document. A context enters once its next token is known."""
         assert document is self.documents[-1], "only the newest document may grow"
         document.tokens = tokens
         heads, base = self._heads, document.base

@@ -37,7 +37,7 @@ def copy_from(tokens: list[int], start: int, budget: int, match: int) -> list[in
 def copy_confidence(match: int, agree: int = 1, seen: int = 1) -> float:
     """Chance that `agree` of `seen` places with a common context of `match` tokens tell the next token.
 
-    The doubt shrinks with the length of the context, so that one place of a short one claims little. Calibration
-    is measured by `bench/replay_drafters.py`.
+    The doubt shrinks with the length of the context, so that one place of a short one claims little.
+    Calibration is measured by `bench/replay_drafters.py`.
     """
     return agree / (seen + DOUBT / match)

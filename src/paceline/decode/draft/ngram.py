@@ -1,19 +1,22 @@
 """Prompt lookup: what followed these last few tokens the last time they stood in the prompt or the output?
 
-The longest suffix of the committed tokens (up to `max_ngram`, at least `min_ngram` long) that also stands earlier
-is found, and what followed its most recent earlier place is proposed. Where that place is so near that the text
-repeats itself with a period shorter than the budget, copying goes on round the loop, so output that loops is
-drafted at full length.
+The longest suffix of the committed tokens (up to `max_ngram`, at least `min_ngram` long) that also stands
+earlier is found, and what followed its most recent earlier place is proposed. Where that place is so near
+that the text repeats itself with a period shorter than the budget, copying goes on round the loop, so output
+that loops is drafted at full length.
 
 Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding).
-Guarantees: ids already in the sequence only; O(max_ngram) dictionary work per committed token and per proposal.
-Twin: `tests/drafters/twins.py::ngram_continuation` searches every position.
+Guarantees: ids already in the sequence only; O(max_ngram) dictionary work per committed token and per
+proposal.
+Twin: `tests/drafters/drafter_twins.py::ngram_continuation` searches every position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
@@ -40,12 +43,14 @@ class NgramDrafter:
     name = "ngram"
     needs = Needs()
 
-    def __init__(self, min_ngram: int = 3, max_ngram: int = 6) -> None:
+    def __init__(self, min_ngram: int = 2, max_ngram: int = 8, min_path_prob: float = 0.1) -> None:
         if min_ngram < 1:
             raise InvalidParameter("min_ngram", min_ngram, "a whole number from 1")
         if max_ngram < min_ngram:
             raise InvalidParameter("max_ngram", max_ngram, f"a whole number from min_ngram ({min_ngram})")
-        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        if not 0.0 <= min_path_prob < 1.0:
+            raise InvalidParameter("min_path_prob", min_path_prob, "a number from 0 to below 1")
+        self.min_ngram, self.max_ngram, self.min_path_prob = min_ngram, max_ngram, min_path_prob
         self._sequences: dict[int, _Index] = {}
 
     def begin(self, view: SequenceView) -> None:
@@ -86,8 +91,9 @@ class NgramDrafter:
             return Proposal()
         match = match_length(tokens, len(tokens), tokens, start, max(budget, _CONFIDENCE_WINDOW))
         drafts = copy_from(tokens, start, budget, match)
-        confidence = tuple(copy_confidence(match + i) for i in range(len(drafts)))
-        return Proposal.chain(drafts, self.name, confidence=confidence)
+        confidence = [copy_confidence(match + i) for i in range(len(drafts))]
+        length = sum(chance >= self.min_path_prob for chance in accumulate(confidence, mul))
+        return Proposal.chain(drafts[:length], self.name, confidence=tuple(confidence[:length]))
 
     def _find(self, index: _Index, tokens: list[int]) -> int | None:
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):

@@ -1,10 +1,11 @@
 """Finished outputs of earlier requests, to draft from in later ones of the same tenant.
 
-What a pool of the past gets wrong in practice is that it is never cleaned: acceptance rots as stale text crowds
-in. So entries leave when the pool is full (the oldest of the tenant that holds most), when they are too old, and
-when what they suggest stops coming true.
+What a pool of the past gets wrong in practice is that it is never cleaned: acceptance rots as stale text
+crowds in. So entries leave when the pool is full (the oldest of the tenant that holds most), when they are
+too old, and when what they suggest stops coming true.
 
-Guarantees: committed tokens of ended requests only; nothing crosses tenants; at most `max_tokens` tokens in all.
+Guarantees: committed tokens of ended requests only; nothing crosses tenants; at most `max_tokens` tokens in
+all.
 """
 
 from __future__ import annotations

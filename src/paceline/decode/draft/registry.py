@@ -11,15 +11,16 @@ A new drafter needs its file, a line here and its page in the docs.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.decode.draft.auto import AutoDrafter, AutoOptions, Candidate, mild_cost
 from paceline.decode.draft.base import Drafter
 from paceline.decode.draft.ngram import NgramDrafter
 from paceline.decode.draft.suffix import SuffixDrafter
 from paceline.errors import InvalidParameter, UsageError
 
-__all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_model_free", "parse_draft"]
+__all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_auto", "make_model_free", "parse_draft"]
 
 MODEL_FREE: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 KINDS = ("none", "auto", *MODEL_FREE, "model")
@@ -51,7 +52,9 @@ def parse_draft(text: str) -> DraftSpec:
         )
     if kind == "model":
         if not model:
-            raise InvalidParameter("draft", text, "model:PATH or model:ID", "Add the path of the draft model.")
+            raise InvalidParameter(
+                "draft", text, "model:PATH or model:ID", "Add the path of the draft model."
+            )
         return DraftSpec("model", model)
     if kind in KINDS:
         if colon:
@@ -62,6 +65,17 @@ def parse_draft(text: str) -> DraftSpec:
     near = difflib.get_close_matches(kind, (*KINDS, *PLANNED_KINDS), n=2, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "A model is given as model:PATH."
     raise InvalidParameter("draft", text, f"KIND[:MODEL] with KIND one of {', '.join(KINDS)}", hint)
+
+
+def make_auto(
+    others: Sequence[Candidate] = (),
+    cost: Callable[[int], float] = mild_cost,
+    options: AutoOptions | None = None,
+) -> AutoDrafter:
+    """`auto` over every model-free drafter and `others`, which replace a model-free one of the same name."""
+    given = {candidate.drafter.name for candidate in others}
+    free = [Candidate(make(), shadow=True) for name, make in MODEL_FREE.items() if name not in given]
+    return AutoDrafter([*free, *others], cost, options)
 
 
 def make_model_free(kind: str) -> Drafter:

@@ -1,15 +1,15 @@
-"""Suffix decoding: continue as this request, or earlier finished ones of its tenant, went on from here before.
+"""Suffix decoding: go on as this request, or earlier finished ones of its tenant, went on from here before.
 
-All places where the last tokens stood before are gathered, with the length of their match. Each minimum length
-of match gives one candidate: the path on which most of the places agree, token by token, with the chance of each
-token from how many agree. Proposed is the candidate with the most expected accepted tokens (the sum of its path
-probabilities); a short match may not speak for long, nor an improbable path.
+All places where the last tokens stood before are gathered, with the length of their match. Each minimum
+length of match gives one candidate: the path on which most of the places agree, token by token, with the
+chance of each token from how many agree. Proposed is the candidate with the most expected accepted tokens
+(the sum of its path probabilities); a short match may not speak for long, nor an improbable path.
 
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), with two changes: counts come from the most recent
 matches instead of from all, which bounds the cost and lets old habits fade; and probabilities are smoothed by
 the length of the match, so that a single place does not claim certainty.
 Guarantees: ids already in the prompt, the output or the tenant's pool only; the pool as `OutputPool` says.
-Twin: `tests/drafters/twins.py::suffix_chain`.
+Twin: `tests/drafters/drafter_twins.py::suffix_chain`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SuffixOptions:
     max_match: int = 32
     max_spec_factor: float = 1.0
     max_spec_offset: float = 0.0
-    min_token_prob: float = 0.1
-    max_places: int = 16
+    min_token_prob: float = 0.2
+    max_places: int = 8
     max_pool_tokens: int = 65_536
     max_pool_age: int = 512
 
@@ -83,9 +83,7 @@ class SuffixDrafter:
 
     def __init__(self, options: SuffixOptions | None = None) -> None:
         self.options = options or SuffixOptions()
-        self.pool = OutputPool(
-            self.options.max_pool_tokens, self.options.max_pool_age, self.options.levels
-        )
+        self.pool = OutputPool(self.options.max_pool_tokens, self.options.max_pool_age, self.options.levels)
         self._sequences: dict[int, tuple[Corpus, Document]] = {}
 
     def begin(self, view: SequenceView) -> None:
@@ -128,10 +126,10 @@ class SuffixDrafter:
 
 
 def best_chain(places: Seq[Place], own: Document, budget: int, options: SuffixOptions) -> Chain:
-    """The chain with the most expected accepted tokens. A branching proposal would start from the same places.
+    """The chain with the most expected accepted tokens. A branching proposal starts from the same places.
 
-    Candidates: the places that match at least m tokens, for the longest m and then for every m found that is at
-    most half the last one (more of them hardly ever change the choice).
+    Candidates: the places that match at least m tokens, for the longest m and then for every m found that is
+    at most half the last one (more of them hardly ever change the choice).
     """
     best = Chain()
     ranked = sorted(places, key=lambda place: -place.match)  # stable: the newest first among equals
@@ -151,7 +149,7 @@ def best_chain(places: Seq[Place], own: Document, budget: int, options: SuffixOp
 
 
 def _majority_path(places: Seq[Place], own: Document, match: int, length: int, min_prob: float) -> Chain:
-    """From token to token the continuation most places agree on, up to `length` tokens; of equals the first."""
+    """Token by token what most places agree on, up to `length` tokens; of equals the first."""
     tokens: list[int] = []
     confidence: list[float] = []
     expected, path_prob = 0.0, 1.0
@@ -177,7 +175,7 @@ def _majority_path(places: Seq[Place], own: Document, match: int, length: int, m
 
 
 def _token_after(place: Place, own: Document, drafts: list[int]) -> int | None:
-    """What stands `len(drafts)` tokens after the place; past the end of the own text, round its loop if one."""
+    """What stands `len(drafts)` tokens after the place; past the end of the own text, round its loop."""
     text = place.document.tokens
     index = place.start + len(drafts)
     if index < len(text):
