@@ -37,8 +37,7 @@ __all__ = [
 
 # Scores closer than this (relative, in E / p) are judged by the definition, whose probabilities are float32.
 _AMBIGUOUS = 1e-4
-_RACE_BLOCKS = 32
-_MORE_RACE_BLOCKS = 256
+_RACE_BLOCKS = 16  # looked at first; then as many as the best score so far leaves in the race
 
 Paths = Sequence[Sequence[int]]
 
@@ -182,7 +181,8 @@ def _draw_kept(
     """The draw among kept tokens [rows], and whether it stands clear of rounding [rows]."""
     scores = scaled(real.gather(1, ids), top, temperature) - exponential_noise(keys, ids).log_()
     scores.masked_fill_(~keep, -math.inf)
-    return _winner(scores, ids, torch.full_like(scores[:, :1], -math.inf))
+    tokens, _, sure = _winner(scores, ids, torch.full_like(scores[:, :1], -math.inf))
+    return tokens, sure
 
 
 def _race(
@@ -193,19 +193,20 @@ def _race(
     A block's largest logit and its smallest noise bound the scores of its members.
     """
     bounds = scaled(maxima, top, temperature) - block_minima(keys, maxima.shape[1]).log_()
-    tokens, sure = _best_of_blocks(real, bounds, top, keys, _RACE_BLOCKS, temperature)
+    tokens, best, sure = _best_of_blocks(real, bounds, top, keys, _RACE_BLOCKS, temperature)
     if not bool(sure.all()):
         rows = (~sure).nonzero().squeeze(1)
-        tokens[rows], sure[rows] = _best_of_blocks(
-            real[rows], bounds[rows], top[rows], keys[rows], _MORE_RACE_BLOCKS, temperature
+        rivals = int((bounds[rows] > best[rows] - _AMBIGUOUS).sum(-1).max())
+        tokens[rows], _, sure[rows] = _best_of_blocks(
+            real[rows], bounds[rows], top[rows], keys[rows], rivals, temperature
         )
     return tokens, sure
 
 
 def _best_of_blocks(
     real: Tensor, bounds: Tensor, top: Tensor, keys: Tensor, count: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The best token of the `count` blocks with the highest bounds, and whether no other can be as good."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best token of the `count` blocks with the highest bounds, as `_winner`, with its score [rows, 1]."""
     chosen = bounds.topk(min(count + 1, bounds.shape[1]), dim=-1)
     ids, noise = block_members(keys, chosen.indices[:, :count])
     scores = scaled(members(real, ids), top, temperature) - noise.log_()
@@ -213,9 +214,9 @@ def _best_of_blocks(
     return _winner(scores, ids, unseen)
 
 
-def _winner(scores: Tensor, ids: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
-    """The id with the best score, and whether it leads the next one and `unseen` [rows, 1] clearly."""
+def _winner(scores: Tensor, ids: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The id with the best score, that score [rows, 1], and whether it clearly leads the next one and `unseen`."""
     first = scores.topk(min(2, scores.shape[1]), dim=-1)
     rivals = torch.cat([first.values[:, 1:], unseen], dim=1).amax(-1)
     tokens = ids.gather(1, first.indices[:, :1]).squeeze(1)
-    return tokens, first.values[:, 0] - rivals > _AMBIGUOUS
+    return tokens, first.values[:, :1], first.values[:, 0] - rivals > _AMBIGUOUS

@@ -20,7 +20,7 @@ from paceline.decode.verify.noise import BLOCK
 
 __all__ = ["argmax", "block_maxima", "kept_tokens", "largest", "members", "row_mass", "scaled"]
 
-_COUNTS = (64, 256, 1024, 8192)  # candidates looked at for top-p and min-p until they suffice; then all
+_COUNTS = (64, 128, 512, 4096)  # candidates looked at for top-p and min-p until they suffice; then all
 _SPARE = 16  # candidates beyond top-k, to see where equal logits end
 _SMALLEST_FLOAT32_TEMPERATURE = 1e-30
 
