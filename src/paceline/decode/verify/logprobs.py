@@ -26,7 +26,7 @@ def token_logprobs(
     top: int,
     vocab_size: int,
 ) -> TokenLogprobs:
-    """Log-softmax of each row's token and of its `top` most probable ones (of equal ones the lower id first)."""
+    """Log-softmax of each row's token and of its `top` most probable ones (equal ones by lower id)."""
     real = logits[:, :vocab_size].float()
     maxima = block_maxima(real)
     peak = maxima.amax(-1, keepdim=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 __all__ = [
     "BLOCK",
     "Purpose",
+    "block_members",
     "block_minima",
     "exponential_noise",
     "position_key",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 BLOCK = 32
+_BLOCK_BITS = 5
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of splitmix64
@@ -85,10 +87,11 @@ def exponential_noise(
     token_ids: Tensor,  # [n] or [rows, n] int64
 ) -> Tensor:
     """Exp(1) noise of the given tokens, above 0: [rows, n] float64. Depends on key and id alone."""
-    rows = keys.unsqueeze(-1)
-    owner, minimum = _block_noise(rows, torch.div(token_ids, BLOCK, rounding_mode="floor"))
-    rest = _exponential(_mix(rows + (2 * token_ids + 1) * _signed(_GOLDEN)))
-    return minimum + rest.masked_fill_(token_ids % BLOCK == owner, 0.0)
+    blocks = token_ids >> _BLOCK_BITS
+    bits = _bits(keys, torch.cat([2 * blocks + 2, 2 * token_ids + 1], dim=-1))
+    minimum, rest = _exponential(bits).chunk(2, dim=-1)
+    owner = bits[:, : token_ids.shape[-1]] & (BLOCK - 1)
+    return torch.where(token_ids & (BLOCK - 1) == owner, 0.0, rest).add_(minimum, alpha=1 / BLOCK)
 
 
 def block_minima(
@@ -96,18 +99,37 @@ def block_minima(
     blocks: int,
 ) -> Tensor:
     """The smallest noise of each of the first `blocks` blocks of ids: [rows, blocks] float64."""
-    return _block_noise(keys.unsqueeze(-1), torch.arange(blocks, device=keys.device))[1]
+    counters = torch.arange(2, 2 * blocks + 2, 2, device=keys.device)
+    return _exponential(_bits(keys, counters)).mul_(1 / BLOCK)
+
+
+def block_members(
+    keys: Tensor,  # [rows] int64
+    blocks: Tensor,  # [rows, n] int64
+) -> tuple[Tensor, Tensor]:
+    """All ids of the given blocks and their `exponential_noise`, both [rows, n * BLOCK]."""
+    rows, n = blocks.shape
+    member = torch.arange(BLOCK, device=keys.device)
+    ids = (blocks.unsqueeze(-1) * BLOCK + member).flatten(1)
+    bits = _bits(keys, torch.cat([2 * blocks + 2, 2 * ids + 1], dim=-1))
+    noise = _exponential(bits)
+    owner = (bits[:, :n] & (BLOCK - 1)).unsqueeze(-1)
+    rest = torch.where(member == owner, 0.0, noise[:, n:].view(rows, n, BLOCK))
+    return ids, rest.add_(noise[:, :n].unsqueeze(-1), alpha=1 / BLOCK).flatten(1)
 
 
 def uniform_noise(keys: Tensor) -> Tensor:
     """Uniform numbers in (0, 1), one for each key: [rows] float64."""
-    return _uniform(_mix(keys))
+    return _uniform(_mix(keys.clone()))
 
 
-def _block_noise(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Which member of a block holds its smallest noise, and that noise. Uses different bits for the two."""
-    bits = _mix(rows + (2 * blocks + 2) * _signed(_GOLDEN))
-    return bits & (BLOCK - 1), _exponential(bits).div_(BLOCK)
+def _bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """splitmix64 from the state `keys` at the given counters: odd ones for tokens, even ones for blocks.
+
+    Counter 0 is the key's own uniform number. The upper 52 bits of a block's number make its smallest noise,
+    the lowest ones say whose it is.
+    """
+    return _mix(keys.unsqueeze(-1) + counters * _signed(_GOLDEN))
 
 
 def _exponential(bits: Tensor) -> Tensor:
@@ -120,10 +142,10 @@ def _uniform(bits: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 (multiplication wraps; the shifts are made logical)."""
+    """splitmix64's finaliser on int64, in place (multiplication wraps; the shifts are made logical)."""
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        value = (value ^ _shift_right(value, shift)).mul_(_signed(multiplier))
-    return value ^ _shift_right(value, 31)
+        value.bitwise_xor_(_shift_right(value, shift)).mul_(_signed(multiplier))
+    return value.bitwise_xor_(_shift_right(value, 31))
 
 
 def _shift_right(value: Tensor, shift: int) -> Tensor:

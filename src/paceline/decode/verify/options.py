@@ -7,7 +7,7 @@ Choices that the names leave open:
 - repetition penalty counts prompt and output, presence and frequency penalty the output only;
 - before `min_tokens` the end-of-text ids are impossible also with `ignore_eos`, which only says that they do
   not end the output;
-- the last token of a bad word is banned where the others end the output; none of them is sought in the prompt.
+- the last token of a bad word is banned where the others end the output; the prompt is not looked at.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import SamplingParams
-from paceline.decode.verify.noise import block_minima, exponential_noise
+from paceline.decode.verify.noise import block_members, block_minima, exponential_noise
 from paceline.decode.verify.options import apply_options, has_options
 from paceline.decode.verify.prefix import PrefixState
-from paceline.decode.verify.support import block_ids, block_maxima, kept_tokens, row_mass, scaled
+from paceline.decode.verify.support import argmax, block_maxima, kept_tokens, members, row_mass, scaled
 from paceline.errors import RequestFailed
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 
 # Scores closer than this (relative, in E / p) are judged by the definition, whose probabilities are float32.
 _AMBIGUOUS = 1e-4
-_RACE_BLOCKS = (16, 128)
+_RACE_BLOCKS = 16  # looked at first; then as many as the best score so far leaves in the race
 
 Paths = Sequence[Sequence[int]]
 
@@ -51,11 +51,12 @@ def greedy_tokens(
     logits: Tensor,  # [rows, width] of any number of sequences
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """For plain greedy sequences: argmax [rows] int64 (ties: lowest id) and whether it is usable [rows] bool."""
-    real = logits[:, :vocab_size]
-    tokens = real.argmax(-1)
-    values = real.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, values > -math.inf
+    """For plain greedy sequences: each row's argmax [rows] int64 and whether the row is usable [rows] bool.
+
+    Of equal logits the lowest id counts. A row that is not usable fails its own request only.
+    """
+    top, tokens = argmax(logits[:, :vocab_size])
+    return tokens.squeeze(1), top.squeeze(1) > -math.inf
 
 
 def processed_logits(
@@ -108,11 +109,10 @@ def draw(
     """
     real = _real_logits(logits, params, prefix, paths)
     if params.greedy:
-        tokens = real.argmax(-1)
-        top = real.gather(1, tokens.unsqueeze(1))
+        top, tokens = argmax(real)
         if not bool((top > -math.inf).all()):
             _fail(real, logits, prefix, paths)
-        return tokens
+        return tokens.squeeze(1)
     maxima = block_maxima(real)
     real, maxima, top = _usable(real, maxima, logits, prefix, paths)
     kept = kept_tokens(real, params, top, maxima)
@@ -181,7 +181,8 @@ def _draw_kept(
     """The draw among kept tokens [rows], and whether it stands clear of rounding [rows]."""
     scores = scaled(real.gather(1, ids), top, temperature) - exponential_noise(keys, ids).log_()
     scores.masked_fill_(~keep, -math.inf)
-    return _winner(scores, ids, torch.full_like(scores[:, :1], -math.inf))
+    tokens, _, sure = _winner(scores, ids, torch.full_like(scores[:, :1], -math.inf))
+    return tokens, sure
 
 
 def _race(
@@ -191,23 +192,31 @@ def _race(
 
     A block's largest logit and its smallest noise bound the scores of its members.
     """
-    width, blocks = real.shape[1], maxima.shape[1]
-    bounds = scaled(maxima, top, temperature) - block_minima(keys, blocks).log_()
-    for count in _RACE_BLOCKS:
-        chosen = bounds.topk(min(count + 1, blocks), dim=-1)
-        ids = block_ids(chosen.indices[:, :count])
-        values = real.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -math.inf)
-        scores = scaled(values, top, temperature) - exponential_noise(keys, ids).log_()
-        unseen = chosen.values[:, count:] if count < blocks else torch.full_like(bounds[:, :1], -math.inf)
-        tokens, sure = _winner(scores, ids, unseen)
-        if count >= blocks or bool(sure.all()):
-            break
+    bounds = scaled(maxima, top, temperature) - block_minima(keys, maxima.shape[1]).log_()
+    tokens, best, sure = _best_of_blocks(real, bounds, top, keys, _RACE_BLOCKS, temperature)
+    if not bool(sure.all()):
+        rows = (~sure).nonzero().squeeze(1)
+        rivals = int((bounds[rows] > best[rows] - _AMBIGUOUS).sum(-1).max())
+        tokens[rows], _, sure[rows] = _best_of_blocks(
+            real[rows], bounds[rows], top[rows], keys[rows], rivals, temperature
+        )
     return tokens, sure
 
 
-def _winner(scores: Tensor, ids: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
-    """The id with the best score, and whether it leads the next one and `unseen` [rows, 1] clearly."""
+def _best_of_blocks(
+    real: Tensor, bounds: Tensor, top: Tensor, keys: Tensor, count: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best token of the `count` blocks with the highest bounds, as `_winner`, with its score [rows, 1]."""
+    chosen = bounds.topk(min(count + 1, bounds.shape[1]), dim=-1)
+    ids, noise = block_members(keys, chosen.indices[:, :count])
+    scores = scaled(members(real, ids), top, temperature) - noise.log_()
+    unseen = torch.nn.functional.pad(chosen.values[:, count:], (1, 0), value=-math.inf)
+    return _winner(scores, ids, unseen)
+
+
+def _winner(scores: Tensor, ids: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The id with the best score, that score [rows, 1], and whether it clearly leads the next one and `unseen`."""
     first = scores.topk(min(2, scores.shape[1]), dim=-1)
     rivals = torch.cat([first.values[:, 1:], unseen], dim=1).amax(-1)
     tokens = ids.gather(1, first.indices[:, :1]).squeeze(1)
-    return tokens, first.values[:, 0] - rivals > _AMBIGUOUS
+    return tokens, first.values[:, :1], first.values[:, 0] - rivals > _AMBIGUOUS

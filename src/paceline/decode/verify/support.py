@@ -4,8 +4,8 @@ Tokens are ordered by logit, higher first, equal logits by id, lower first: a to
 keep the same set on every run. The first `count` tokens of a row lie in the first `count` blocks of
 neighbouring ids, blocks ordered by their own first tokens: only block maxima and those blocks are looked at.
 
-Everything that rounds is computed row by row or along a row in float64: a row's result does not depend on the
-rows beside it.
+Everything that rounds is computed row by row or along a row: a row's result does not depend on the rows
+beside it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.decode.verify.noise import BLOCK
 
-__all__ = ["block_ids", "block_maxima", "kept_tokens", "largest", "row_mass", "scaled"]
+__all__ = ["argmax", "block_maxima", "kept_tokens", "largest", "members", "row_mass", "scaled"]
 
-_FIRST_COUNT = 256  # candidates looked at first for top-p and min-p
-_NEXT_COUNT = 4096
+_COUNTS = (64, 128, 512, 4096)  # candidates looked at for top-p and min-p until they suffice; then all
+_SPARE = 16  # candidates beyond top-k, to see where equal logits end
 _SMALLEST_FLOAT32_TEMPERATURE = 1e-30
 
 
@@ -34,36 +34,57 @@ def block_maxima(logits: Tensor) -> Tensor:  # [rows, width]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def block_ids(blocks: Tensor) -> Tensor:  # [rows, n]
-    """The ids of the given blocks: [rows, n * BLOCK]."""
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:  # [rows, width]
+    """Each row's largest logit and the lowest id that has it, both [rows, 1]; NaN counts as the largest."""
+    ids = _block_ids(block_maxima(logits).argmax(-1, keepdim=True))
+    values = members(logits, ids)
+    place = values.argmax(-1, keepdim=True)
+    return values.gather(1, place), ids.gather(1, place)
+
+
+def members(logits: Tensor, ids: Tensor) -> Tensor:
+    """Logits of the given ids [rows, n]; -inf for ids past the row's end."""
+    width = logits.shape[1]
+    return logits.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -math.inf)
+
+
+def _block_ids(blocks: Tensor) -> Tensor:  # [rows, n]
     return (blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=blocks.device)).flatten(1)
 
 
 def largest(
     logits: Tensor,  # [rows, width]
     count: int,
-    maxima: Tensor | None = None,  # [rows, blocks], from `block_maxima`
+    maxima: Tensor,  # [rows, blocks], from `block_maxima`
 ) -> tuple[Tensor, Tensor]:
     """The first `count` tokens in order: logits and ids, both [rows, min(count, width)]."""
     width = logits.shape[1]
-    count = min(count, width)
-    blocks = -(-width // BLOCK)
-    if 4 * count >= blocks:
-        ids = torch.arange(width, device=logits.device).expand(logits.shape[0], width)
-        return _first(logits, ids, count)
-    maxima = block_maxima(logits) if maxima is None else maxima
-    _, chosen = _first(maxima, torch.arange(blocks, device=logits.device).expand_as(maxima), count)
-    ids = block_ids(chosen)
-    values = logits.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -math.inf)
-    return _first(values, ids, count)
+    if count == 0:
+        return logits[:, :0], torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    for candidates in (count + _SPARE, 8 * (count + _SPARE), width):
+        values, ids = _first(logits, candidates, maxima)
+        if candidates >= width or bool((values[:, count - 1] > values[:, -1]).all()):
+            break
+    return values[:, :count], ids[:, :count]
 
 
-def _first(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` of the given tokens, by one integer that orders like (value down, id up)."""
-    bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0
+def _first(logits: Tensor, count: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """As `largest`, but of the tokens equal to the last one given any may be missing."""
+    width = logits.shape[1]
+    if count >= width:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    if count * BLOCK < width:
+        ids = _block_ids(maxima.topk(count, dim=-1, sorted=False).indices)
+        values, places = members(logits, ids).topk(count, dim=-1, sorted=False)
+        ids = ids.gather(1, places)
+    else:
+        values, ids = logits.topk(count, dim=-1, sorted=False)
+    # One integer that orders like (value descending, id ascending); adding 0 turns -0.0 into 0.0.
+    bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    places = ((ordered.long() << 32) | (0x7FFFFFFF - ids)).topk(count, dim=-1).indices
-    return values.gather(1, places), ids.gather(1, places)
+    order = ((ordered.long() << 32) | (0x7FFFFFFF - ids)).argsort(dim=-1, descending=True)
+    return values.gather(1, order), ids.gather(1, order)
 
 
 def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
@@ -74,11 +95,10 @@ def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
-    sums = [
-        (row.to(dtype) - peak).div_(temperature).exp_().sum(dtype=torch.float64)
-        for row, peak in zip(logits, top.to(dtype), strict=True)
-    ]
-    return torch.stack(sums).unsqueeze(1)
+    exponents = (logits.to(dtype) - top).div_(temperature)
+    # The top token's probability is 1 / mass. One softmax a row: the sum cannot depend on rows or threads.
+    peaks = [row.softmax(-1).amax() for row in exponents]
+    return torch.stack(peaks).double().reciprocal_().unsqueeze(1)
 
 
 def kept_tokens(
@@ -96,11 +116,15 @@ def kept_tokens(
     if top_k is None and params.top_p >= 1.0 and params.min_p <= 0.0:
         return None
     mass = row_mass(logits, top, params.temperature) if top_k is None and params.top_p < 1.0 else None
-    for count in [top_k] if top_k is not None else [_FIRST_COUNT, _NEXT_COUNT, width]:
-        values, ids = largest(logits, count, maxima)
-        keep = _keep(scaled(values, top, params.temperature), params, mass)
-        if count == top_k or count >= width or not bool(keep[:, -1].any()):
-            break
+    if top_k is not None:
+        values, ids = largest(logits, top_k, maxima)
+        keep = _keep(scaled(values, top, params.temperature), params, None)
+    else:
+        for count in (*_COUNTS, width):
+            values, ids = _first(logits, count, maxima)
+            keep = _keep(scaled(values, top, params.temperature), params, mass)
+            if count >= width or not bool((keep & (values == values[:, -1:])).any()):
+                break
     most = int(keep.sum(-1).max())
     return ids[:, :most], keep[:, :most]
 
