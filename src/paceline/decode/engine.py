@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from paceline.core.output import Delta, TokenLogprob
@@ -26,6 +27,7 @@ from paceline.core.proposal import Proposal, Verdict
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
 from paceline.decode.draft.base import Drafter, SequenceView
+from paceline.decode.draft.build import DrafterSet
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
@@ -62,7 +64,7 @@ class Engine:
     """Decodes requests over one target model.
 
     vocab_size, eos_token_ids   of the target's tokenizer
-    drafters                    by the names requests may use; all share nothing with one another
+    drafters                    those that requests may name, as a `DrafterSet` or plainly by name
     new_pieces                  a fresh incremental detokeniser; None decodes ids only
     on_record                   receives a StepRecord for every sequence in every round
     """
@@ -73,7 +75,7 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        drafters: Mapping[str, Drafter] | None = None,
+        drafters: DrafterSet | Mapping[str, Drafter] | None = None,
         options: EngineOptions | None = None,
         new_pieces: Callable[[], TextPieces] | None = None,
         on_record: Callable[[StepRecord], None] | None = None,
@@ -81,7 +83,9 @@ class Engine:
     ) -> None:
         self.model, self.options = model, options or EngineOptions()
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
-        self.drafters = dict(drafters or {})
+        if not isinstance(drafters, DrafterSet):
+            drafters = DrafterSet(dict(drafters or {}), {}, "none")
+        self.drafters = drafters
         self.cache = model.new_cache(self.options.max_batch, self.options.max_context)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
         self._waiting: deque[Sequence] = deque()
@@ -111,7 +115,7 @@ class Engine:
         """Raise AssertionError where cache or drafters hold something no sequence owns."""
         self.cache.check([s.slot for s in self._running if s.slot is not None])
         if not self._running:
-            for drafter in self.drafters.values():
+            for drafter in [*self.drafters.drafters.values(), *self.drafters.choosers.values()]:
                 drafter.check_idle()
 
     # -- the round -----------------------------------------------------------------------------------------
@@ -167,21 +171,26 @@ class Engine:
 
     def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
         """One proposal per sequence, empty for those in prefill and where no draft fits the room left."""
-        asked: dict[str, list[tuple[int, int]]] = {}
-        for i, sequence in enumerate(batch):
-            settings = sequence.request.draft
-            length = self.options.max_draft if settings.draft_length is None else settings.draft_length
-            budget = min(length, sequence.room - 1)
-            if sequence.phase is Phase.DECODE and settings.drafter != "none" and budget > 0:
-                asked.setdefault(settings.drafter, []).append((i, budget))
+        decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE]
+        if self.drafters.cost is not None:
+            self.drafters.cost.batch = max(len(decoding), 1)
         proposals = [_NOTHING] * len(batch)
-        for name, entries in asked.items():
-            views = [batch[i].view for i, _ in entries]
-            made = self.drafters[name].propose(views, [budget for _, budget in entries])
-            for (i, budget), proposal in zip(entries, made, strict=True):
-                assert max(proposal.depths(), default=0) <= budget, f"{name} drafted past its budget {budget}"
+        for drafter, members in self._by_drafter([batch[i] for i in decoding]):
+            asked = [(decoding[m], self._budget(batch[decoding[m]])) for m in members]
+            asked = [(i, budget) for i, budget in asked if budget > 0]
+            if not asked:
+                continue
+            made = drafter.propose([batch[i].view for i, _ in asked], [budget for _, budget in asked])
+            for (i, budget), proposal in zip(asked, made, strict=True):
+                deepest = max(proposal.depths(), default=0)
+                assert deepest <= budget, f"{drafter.name} drafted {deepest} of at most {budget} tokens"
                 proposals[i] = proposal
         return proposals
+
+    def _budget(self, sequence: Sequence) -> int:
+        """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
+        asked = sequence.request.draft.draft_length
+        return min(self.options.max_draft if asked is None else asked, sequence.room - 1)
 
     def _span(self, sequence: Sequence, proposal: Proposal, transaction: Transaction) -> Span:
         slot = sequence.slot
@@ -302,11 +311,21 @@ class Engine:
     # -- drafters, endings, records ------------------------------------------------------------------------
 
     def _drafter(self, sequence: Sequence) -> Drafter | None:
-        return self.drafters.get(sequence.request.draft.drafter)
+        settings = sequence.request.draft
+        if settings.draft_length is None and settings.drafter in self.drafters.choosers:
+            return self.drafters.choosers[settings.drafter]
+        return self.drafters.drafters.get(settings.drafter)
+
+    def _by_drafter(self, batch: Seq[Sequence]) -> list[tuple[Drafter, list[int]]]:
+        """The drafters in use and, for each, the places of its sequences in `batch`."""
+        groups: dict[int, tuple[Drafter, list[int]]] = {}
+        for i, sequence in enumerate(batch):
+            if (drafter := self._drafter(sequence)) is not None:
+                groups.setdefault(id(drafter), (drafter, []))[1].append(i)
+        return list(groups.values())
 
     def _taps(self, batch: Seq[Sequence]) -> tuple[int, ...]:
-        drafters = {id(d): d for s in batch if (d := self._drafter(s)) is not None}
-        return tuple(sorted({layer for d in drafters.values() for layer in d.needs.hidden_layers}))
+        return tuple(sorted({layer for d, _ in self._by_drafter(batch) for layer in d.needs.hidden_layers}))
 
     def _keep_hidden(
         self,
@@ -326,16 +345,11 @@ class Engine:
                 sequence.view.hidden[layer] = _append(sequence.view.hidden.get(layer), kept)
 
     def _observe(self, batch: Seq[Sequence], outcomes: Seq[_Outcome]) -> None:
-        groups: dict[str, tuple[list[SequenceView], list[Verdict | None]]] = {}
-        for sequence, outcome in zip(batch, outcomes, strict=True):
-            name = sequence.request.draft.drafter
-            if name in self.drafters and outcome.emitted:
-                views, verdicts = groups.setdefault(name, ([], []))
-                views.append(sequence.view)
-                whole = outcome.verdict is not None and outcome.emitted == len(outcome.verdict.path) + 1
-                verdicts.append(outcome.verdict if whole and not outcome.prefill else None)
-        for name, (views, verdicts) in groups.items():
-            self.drafters[name].observe(views, verdicts)
+        """Tell each drafter what its sequences committed; a verdict cut short by the end of the text is None."""
+        for drafter, members in self._by_drafter(batch):
+            grown = [i for i in members if outcomes[i].emitted]
+            if grown:
+                drafter.observe([batch[i].view for i in grown], [outcomes[i].whole_verdict for i in grown])
 
     def _fail(self, sequence: Sequence, failure: RequestFailed) -> Delta:
         sequence.phase, sequence.error = Phase.FINISHED, str(failure)
@@ -430,8 +444,8 @@ class Engine:
             raise UsageError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         settings = request.draft
         get_rule(settings.verify)
-        if settings.drafter != "none" and settings.drafter not in self.drafters:
-            known = ", ".join(["none", *self.drafters])
+        if settings.drafter != "none" and settings.drafter not in self.drafters.drafters:
+            known = ", ".join(["none", *self.drafters.drafters])
             raise InvalidParameter("drafter", settings.drafter, f"one of {known}")
         if settings.draft_length is not None and settings.draft_length < 0:
             raise InvalidParameter("draft_length", settings.draft_length, "a whole number from 0, or auto")
@@ -469,6 +483,12 @@ class _Outcome:
     accepted: int = 0
     kept: Seq[int] = ()
 
+    @property
+    def whole_verdict(self) -> Verdict | None:
+        """The verdict of a round, where all it says was emitted."""
+        verdict = None if self.prefill else self.verdict
+        return verdict if verdict is not None and self.emitted == len(verdict.path) + 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Times:
@@ -479,6 +499,4 @@ class _Times:
 
 
 def _append(kept: Tensor | None, rows: Tensor) -> Tensor:
-    import torch
-
     return rows.clone() if kept is None else torch.cat([kept, rows])

@@ -77,22 +77,25 @@ class LLM:
         self.checkpoint, decoder = _load(model, self.dtype, self.device, progress)
         self.tokenizer = self.checkpoint.tokenizer
         self.max_context = self._context(max_context)
-        self.drafters, default = build_drafters(
-            specs,
-            self.checkpoint,
-            max_batch=max_batch,
-            load=lambda spec: _load(spec, pick_dtype(draft_dtype or dtype, self.device), self.device, progress),
+        options = EngineOptions(
+            max_batch=max_batch, max_context=self.max_context, deterministic=deterministic
         )
-        self.defaults = DraftSettings(default, draft_length, verify)
+        drafting = pick_dtype(draft_dtype or dtype, self.device)
+        self.draft_set = build_drafters(
+            specs,
+            decoder,
+            max_batch=max_batch,
+            max_draft=options.max_draft,
+            load=lambda spec: self._load_draft(spec, drafting, progress),
+        )
+        self.defaults = DraftSettings(self.draft_set.default, draft_length, verify)
         self.trace = self._open_trace(trace, model)
         self.engine = Engine(
             decoder,
             vocab_size=self.checkpoint.vocab_size,
             eos_token_ids=self.checkpoint.eos_token_ids,
-            drafters=self.drafters,
-            options=EngineOptions(
-                max_batch=max_batch, max_context=self.max_context, deterministic=deterministic
-            ),
+            drafters=self.draft_set,
+            options=options,
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
             on_record=None if self.trace is None else self.trace.write,
         )
@@ -207,6 +210,11 @@ class LLM:
             RequestOutput(r.request_id, list(r.prompt), [completion(s) for s in sequences])
             for r, sequences in zip(requests, queued, strict=True)
         ]
+
+    def _load_draft(
+        self, spec: str, dtype: torch.dtype, progress: Callable[[str], None] | None
+    ) -> tuple[Checkpoint, LlamaDecoder]:
+        return _load(spec, dtype, self.device, progress)
 
     def _context(self, asked: int | None) -> int:
         own = self.checkpoint.max_positions

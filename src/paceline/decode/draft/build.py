@@ -1,0 +1,84 @@
+"""From `--draft` to drafters: parsed, loaded, checked against the target, and `auto` over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.decode.draft.auto import AutoDrafter, Candidate
+from paceline.decode.draft.base import Drafter
+from paceline.decode.draft.model import ModelDrafter
+from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
+from paceline.decode.model.base import TargetModel
+from paceline.decode.model.checkpoint import Checkpoint
+from paceline.decode.pass_cost import PassCost, time_passes
+from paceline.errors import UsageError
+
+__all__ = ["DrafterSet", "build_drafters", "parse_drafts"]
+
+
+@dataclass(slots=True)
+class DrafterSet:
+    """drafters   by name, for requests that fix their draft length
+    choosers   the same names, each with its draft length chosen round by round; `auto` is only here and there
+    default    the name requests use that ask for nothing
+    cost       what the choosers weigh by; None where nothing chooses
+    """
+
+    drafters: dict[str, Drafter]
+    choosers: dict[str, Drafter]
+    default: str
+    cost: PassCost | None = None
+
+
+def parse_drafts(texts: Sequence[str]) -> list[DraftSpec]:
+    """Every `--draft`, `none` standing alone."""
+    specs = [parse_draft(text) for text in texts] or [DraftSpec("auto")]
+    if len(specs) > 1 and any(spec.kind == "none" for spec in specs):
+        raise UsageError("--draft none means no drafter; it cannot stand beside another --draft")
+    return list(dict.fromkeys(specs))
+
+
+def build_drafters(
+    specs: Sequence[DraftSpec],
+    target: TargetModel,
+    *,
+    max_batch: int,
+    max_draft: int,
+    load: Callable[[str], tuple[Checkpoint, TargetModel]],
+) -> DrafterSet:
+    """Drafters for `specs`. The model-free ones are always there for requests to name.
+
+    `load` brings a draft model that has been checked against the target.
+    """
+    drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
+    models: dict[str, TargetModel] = {}
+    for spec in specs:
+        if spec.kind == "model":
+            assert spec.model is not None
+            checkpoint, model = load(spec.model)
+            models[str(spec)] = model
+            drafters[str(spec)] = ModelDrafter(
+                model,
+                name=str(spec),
+                max_positions=checkpoint.max_positions,
+                slots=max_batch,
+                stop_ids=checkpoint.eos_token_ids,
+            )
+    if [spec.kind for spec in specs] == ["none"]:
+        return DrafterSet(drafters, {}, "none")
+    cost = time_passes(target, max_batch * (1 + max_draft))
+    candidates = {name: _candidate(d, models.get(name), cost) for name, d in drafters.items()}
+    choosers: dict[str, Drafter] = {name: AutoDrafter([c], cost) for name, c in candidates.items()}
+    auto = AutoDrafter(list(candidates.values()), cost)
+    drafters["auto"] = choosers["auto"] = auto
+    kinds = [spec for spec in specs if spec.kind != "auto"]
+    alone = len(specs) == 1 and len(kinds) == 1
+    return DrafterSet(drafters, choosers, str(kinds[0]) if alone else "auto", cost)
+
+
+def _candidate(drafter: Drafter, model: TargetModel | None, cost: PassCost) -> Candidate:
+    if model is None:
+        return Candidate(drafter, shadow=True)
+    step = time_passes(model, 1).seconds(1)
+    return Candidate(drafter, token_cost=step / cost.seconds(1), round_cost=0.0)
