@@ -170,7 +170,7 @@ def test_the_smallest_of_a_block_is_as_often_anyones() -> None:
 
 
 def test_one_flipped_bit_of_a_key_flips_half_the_bits() -> None:
-    """1000 keys, 64 bits: the share flipped for each input bit lies within 5 standard deviations of one half."""
+    """1000 keys, 64 bits: the share flipped for each input bit is one half within 5 deviations."""
     keys = keys_of(1000)
     base = uniform_noise(keys)
     for bit in range(64):

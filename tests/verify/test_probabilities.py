@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, only: str | None = None) -> Case:
 
 
 def check(case: Case) -> None:
-    """Fast and slow agree on every row, nothing is written into the input, and rows do not see one another."""
+    """Fast and slow agree on every row, nothing is written into the input, and rows are independent."""
     before = case.logits.clone()
     expected = case.twin_logits()
     prefix = case.prefix()

@@ -124,7 +124,7 @@ def to_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, fl
 
 def draw(probs: np.ndarray, key: np.uint64) -> tuple[int, float]:
     """argmin of noise over probability, and by what factor the next one is behind."""
-    races = sorted((exponential(key, t) / p, t) for t, p in enumerate(probs) if p > 0)
+    races = sorted((exponential(key, t) / p, t) for t, p in enumerate(probs.tolist()) if p > 0)
     behind = races[1][0] / races[0][0] if len(races) > 1 else math.inf
     return races[0][1], behind
 

@@ -96,9 +96,10 @@ def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
     exponents = (logits.to(dtype) - top).div_(temperature)
-    # The top token's probability is 1 / mass. One softmax a row: the sum cannot depend on rows or threads.
-    peaks = [row.softmax(-1).amax() for row in exponents]
-    return torch.stack(peaks).double().reciprocal_().unsqueeze(1)
+    # The fastest sum of exponentials is inside softmax, though in float32; its error cancels in sum / peak.
+    probs = [row.softmax(-1) for row in exponents]
+    sums = torch.stack([row.sum(dtype=torch.float64) for row in probs])
+    return (sums / torch.stack([row.amax() for row in probs])).unsqueeze(1)
 
 
 def kept_tokens(
