@@ -151,7 +151,7 @@ def test_each_option_alone_equals_its_twin(option: str) -> None:
     settings(max_examples=40, deadline=None)(given(cases(only=option))(check))()
 
 
-LONG = [(w, scale, options) for w in (5000, 20_000) for scale in (0.3, 3.0, 12.0) for options in (
+LONG_OPTIONS = [
     {},
     {"top_p": 0.9},
     {"top_p": 0.999},
@@ -160,10 +160,12 @@ LONG = [(w, scale, options) for w in (5000, 20_000) for scale in (0.3, 3.0, 12.0
     {"min_p": 0.05},
     {"min_p": 1e-4, "top_p": 0.95},
     {"repetition_penalty": 1.3, "top_p": 0.8},
-)]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("width", "scale", "options"), LONG)
+@pytest.mark.parametrize("width", [5000, 20_000])
+@pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize("options", LONG_OPTIONS, ids=str)
 def test_long_rows_from_flat_to_peaked(width: int, scale: float, options: dict[str, float]) -> None:
     """Each way the candidates can be found: few blocks, more, all. bfloat16 grids make many ties."""
     generator = torch.Generator().manual_seed(width)

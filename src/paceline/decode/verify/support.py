@@ -43,8 +43,10 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:  # [rows, width]
 
 
 def members(logits: Tensor, ids: Tensor) -> Tensor:
-    """Logits of the given ids [rows, n]; -inf for ids past the row's end."""
+    """Logits of all ids of some blocks [rows, n]; -inf for ids past the row's end."""
     width = logits.shape[1]
+    if width % BLOCK == 0:  # blocks end where the row ends
+        return logits.gather(1, ids)
     return logits.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -math.inf)
 
 
@@ -75,8 +77,8 @@ def _first(logits: Tensor, count: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
         return values, ids
     if count * BLOCK < width:
-        ids = _block_ids(maxima.topk(count, dim=-1, sorted=False).indices)
-        values, places = members(logits, ids).topk(count, dim=-1, sorted=False)
+        ids = _block_ids(maxima.topk(count, dim=-1).indices)
+        values, places = members(logits, ids).topk(count, dim=-1)
         ids = ids.gather(1, places)
     else:
         values, ids = logits.topk(count, dim=-1, sorted=False)
@@ -95,11 +97,14 @@ def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
-    exponents = (logits.to(dtype) - top).div_(temperature)
-    # The fastest sum of exponentials is inside softmax, though in float32; its error cancels in sum / peak.
-    probs = [row.softmax(-1) for row in exponents]
-    sums = torch.stack([row.sum(dtype=torch.float64) for row in probs])
-    return (sums / torch.stack([row.amax() for row in probs])).unsqueeze(1)
+    sums = [_mass(row.to(dtype), peak, temperature) for row, peak in zip(logits, top, strict=True)]
+    return torch.stack(sums).unsqueeze(1)
+
+
+def _mass(row: Tensor, peak: Tensor, temperature: float) -> Tensor:
+    """Softmax has the fastest sum of exponentials, in float32; its error cancels in sum / peak."""
+    probs = (row - peak).div_(temperature).softmax(-1)
+    return probs.sum(dtype=torch.float64) / probs.amax()
 
 
 def kept_tokens(
