@@ -8,5 +8,5 @@
     rules.py           names of the acceptance rules, the walk they share; one file for each rule beside it
     logprobs.py        log-probabilities that are returned: the model's own
 
-A verify pass is judged by `draw` on its rows, then `walk`. Modules are imported by name: `rules` needs no torch.
+A verify pass is judged by `draw` on its rows, then `walk`. Import modules by name: `rules` needs no torch.
 """

@@ -77,8 +77,8 @@ def _first(logits: Tensor, count: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
         return values, ids
     if count * BLOCK < width:
-        ids = _block_ids(maxima.topk(count, dim=-1).indices)
-        values, places = members(logits, ids).topk(count, dim=-1)
+        ids = _block_ids(maxima.topk(count, dim=-1, sorted=False).indices)
+        values, places = members(logits, ids).topk(count, dim=-1, sorted=False)
         ids = ids.gather(1, places)
     else:
         values, ids = logits.topk(count, dim=-1, sorted=False)
@@ -97,14 +97,12 @@ def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
-    sums = [_mass(row.to(dtype), peak, temperature) for row, peak in zip(logits, top, strict=True)]
+    scratch = torch.empty(logits.shape[1], dtype=dtype, device=logits.device)  # large blocks are slow to get
+    sums = []
+    for row, peak in zip(logits, top, strict=True):
+        torch.sub(row, peak, out=scratch)
+        sums.append(scratch.div_(temperature).exp_().sum(dtype=torch.float64))
     return torch.stack(sums).unsqueeze(1)
-
-
-def _mass(row: Tensor, peak: Tensor, temperature: float) -> Tensor:
-    """Softmax has the fastest sum of exponentials, in float32; its error cancels in sum / peak."""
-    probs = (row - peak).div_(temperature).softmax(-1)
-    return probs.sum(dtype=torch.float64) / probs.amax()
 
 
 def kept_tokens(
