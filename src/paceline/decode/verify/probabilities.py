@@ -37,7 +37,8 @@ __all__ = [
 
 # Scores closer than this (relative, in E / p) are judged by the definition, whose probabilities are float32.
 _AMBIGUOUS = 1e-4
-_RACE_BLOCKS = 16  # looked at first; then as many as the best score so far leaves in the race
+# Blocks looked at first, all rows together; then as many as a row's best score leaves in the race.
+_RACE_BLOCKS = 256
 
 Paths = Sequence[Sequence[int]]
 
@@ -193,7 +194,8 @@ def _race(
     A block's largest logit and its smallest noise bound the scores of its members.
     """
     bounds = scaled(maxima, top, temperature) - block_minima(keys, maxima.shape[1]).log_()
-    tokens, best, sure = _best_of_blocks(real, bounds, top, keys, _RACE_BLOCKS, temperature)
+    count = min(64, max(16, _RACE_BLOCKS // len(real)))
+    tokens, best, sure = _best_of_blocks(real, bounds, top, keys, count, temperature)
     if not bool(sure.all()):
         rows = (~sure).nonzero().squeeze(1)
         rivals = int((bounds[rows] > best[rows] - _AMBIGUOUS).sum(-1).max())
@@ -206,7 +208,7 @@ def _race(
 def _best_of_blocks(
     real: Tensor, bounds: Tensor, top: Tensor, keys: Tensor, count: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best token of the `count` blocks with the highest bounds, as `_winner`, with its score [rows, 1]."""
+    """`_winner` among the tokens of the `count` blocks with the highest bounds."""
     chosen = bounds.topk(min(count + 1, bounds.shape[1]), dim=-1)
     ids, noise = block_members(keys, chosen.indices[:, :count])
     scores = scaled(members(real, ids), top, temperature) - noise.log_()
@@ -215,7 +217,7 @@ def _best_of_blocks(
 
 
 def _winner(scores: Tensor, ids: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The id with the best score, that score [rows, 1], and whether it clearly leads the next one and `unseen`."""
+    """The best id [rows], its score [rows, 1], whether it clearly leads the next and `unseen` [rows]."""
     first = scores.topk(min(2, scores.shape[1]), dim=-1)
     rivals = torch.cat([first.values[:, 1:], unseen], dim=1).amax(-1)
     tokens = ids.gather(1, first.indices[:, :1]).squeeze(1)

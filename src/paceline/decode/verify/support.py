@@ -43,8 +43,10 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:  # [rows, width]
 
 
 def members(logits: Tensor, ids: Tensor) -> Tensor:
-    """Logits of the given ids [rows, n]; -inf for ids past the row's end."""
+    """Logits of all ids of some blocks [rows, n]; -inf for ids past the row's end."""
     width = logits.shape[1]
+    if width % BLOCK == 0:  # blocks end where the row ends
+        return logits.gather(1, ids)
     return logits.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -math.inf)
 
 
@@ -95,10 +97,12 @@ def scaled(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 def row_mass(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Sum of exp((logits - top) / temperature) over each row: [rows, 1] float64, at least 1."""
     dtype = torch.float32 if temperature > _SMALLEST_FLOAT32_TEMPERATURE else torch.float64
-    exponents = (logits.to(dtype) - top).div_(temperature)
-    # The top token's probability is 1 / mass. One softmax a row: the sum cannot depend on rows or threads.
-    peaks = [row.softmax(-1).amax() for row in exponents]
-    return torch.stack(peaks).double().reciprocal_().unsqueeze(1)
+    scratch = torch.empty(logits.shape[1], dtype=dtype, device=logits.device)  # large blocks are slow to get
+    sums = []
+    for row, peak in zip(logits, top, strict=True):
+        torch.sub(row, peak, out=scratch)
+        sums.append(scratch.div_(temperature).exp_().sum(dtype=torch.float64))
+    return torch.stack(sums).unsqueeze(1)
 
 
 def kept_tokens(
