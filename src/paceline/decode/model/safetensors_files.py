@@ -77,7 +77,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / str(name) for name in names.values()})
         if absent := [f.name for f in files if not f.is_file()]:
             raise ModelFormatError(
-                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download it again."
+                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download "
+                "it again."
             )
         return files
     if (folder / _WHOLE).is_file():
@@ -88,9 +89,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _why_no_weights(folder: Path) -> str:
     if pickles := sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)):
         return (
-            f"{folder} has its weights only as pickles ({pickles[0]}), which can run code when opened and are never "
-            "read; save them with `model.save_pretrained(folder, safe_serialization=True)` or take a repository "
-            "with safetensors."
+            f"{folder} has its weights only as pickles ({pickles[0]}), which can run code when opened and "
+            "are never read; save them with Transformers' `save_pretrained`, which writes safetensors, or "
+            "take a repository that has them."
         )
     if ggufs := sorted(folder.glob("*.gguf")):
         return f"{folder} has no safetensors; to use the GGUF in it, give the file itself: {ggufs[0]}."
@@ -110,8 +111,8 @@ def folder_tokenizer(folder: Path) -> TextTokenizer | None:
         backend = tokenizer.backend_tokenizer
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise UnsupportedModel(
-            f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]:.160}); a tokenizer.json is "
-            "needed."
+            f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]:.160}); a tokenizer.json "
+            "is needed."
         ) from error
     templates = tokenizer.chat_template
     if isinstance(templates, str):
