@@ -205,4 +205,4 @@ def check_tensors(
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
-    return f"{len(ordered)} tensors ({', '.join(ordered[:_NAMES_SHOWN])}{more})"
+    return f"{len(ordered)} tensor{'s' * (len(ordered) > 1)} ({', '.join(ordered[:_NAMES_SHOWN])}{more})"

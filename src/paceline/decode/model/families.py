@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from paceline.errors import UnsupportedModel
 
-__all__ = ["FAMILIES", "check_family", "refuse_architecture"]
+__all__ = ["FAMILIES", "check_family", "one_line", "refuse_architecture"]
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite"})
 
@@ -24,6 +24,11 @@ _RECURRENT = frozenset(
         *("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2moe"),
     }
 )
+
+
+def one_line(error: BaseException) -> str:
+    """Another library's message, short and on one line, to stand inside one of ours."""
+    return f"{' '.join(str(error).split()):.160}".rstrip(". ")
 
 
 def refuse_architecture(name: str, where: str, allowed: list[str]) -> NoReturn:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.decode.model.families import refuse_architecture
+from paceline.decode.model.families import one_line, refuse_architecture
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.errors import ModelFormatError, UnsupportedModel
 
@@ -47,6 +47,7 @@ _ROTARY_FACTORS = "rope_freqs.weight"
 
 def gguf_config(file: GGUFFile) -> Any:
     """The Transformers config (`LlamaConfig`, `Qwen2Config`) of the model in `file`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     architecture = file.require("general.architecture", str)
@@ -65,14 +66,25 @@ def gguf_config(file: GGUFFile) -> Any:
     if architecture == "llama":
         values["attention_bias"] = "blk.0.attn_q.bias" in names
         values["mlp_bias"] = "blk.0.ffn_up.bias" in names
-    return AutoConfig.for_model(_MODEL_TYPES[architecture], **values)
+    try:
+        return AutoConfig.for_model(_MODEL_TYPES[architecture], **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ModelFormatError(f"{file.path} describes no possible model: {one_line(error)}.") from error
 
 
 def _shape(file: GGUFFile, architecture: str) -> dict[str, Any]:
     def whole(key: str) -> int:
-        return file.require(f"{architecture}.{key}", int)
+        value = file.require(f"{architecture}.{key}", int)
+        if value < 1:
+            raise ModelFormatError(f"{file.path}: {architecture}.{key} is {value}; allowed: a number from 1.")
+        return value
 
-    heads, width = whole("attention.head_count"), whole("embedding_length")
+    heads, width, layers = whole("attention.head_count"), whole("embedding_length"), whole("block_count")
+    if layers > len(file.tensors):
+        raise ModelFormatError(f"{file.path} announces {layers} layers in {len(file.tensors)} tensors.")
+    kv_heads = file.get(f"{architecture}.attention.head_count_kv", int) or heads
+    if heads % kv_heads:
+        raise ModelFormatError(f"{file.path} has {heads} heads for {kv_heads} key heads; allowed: a divisor.")
     head_width = file.get(f"{architecture}.attention.key_length", int) or width // heads
     value_width = file.get(f"{architecture}.attention.value_length", int) or head_width
     rotary_width = file.get(f"{architecture}.rope.dimension_count", int) or head_width
@@ -88,9 +100,9 @@ def _shape(file: GGUFFile, architecture: str) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
         "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get(f"{architecture}.attention.head_count_kv", int) or heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_width,
         "max_position_embeddings": whole("context_length"),
         "rms_norm_eps": _shortest(file.require(f"{architecture}.attention.layer_norm_rms_epsilon", float)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.decode.model.families import one_line
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import ModelFormatError, UnsupportedModel
 
@@ -27,6 +28,7 @@ _RECOMPUTED = ".rotary_emb.inv_freq"
 
 def folder_config(folder: Path) -> Any:
     """The Transformers config in `folder`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     values = read_json(folder, "config.json")
@@ -36,10 +38,10 @@ def folder_config(folder: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise UnsupportedModel(
             f"{folder} is a {values['model_type']} model, which the installed Transformers cannot configure "
-            f"({str(error).splitlines()[0]:.160})."
+            f"({one_line(error)})."
         ) from error
 
 
@@ -111,8 +113,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer | None:
         backend = tokenizer.backend_tokenizer
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise UnsupportedModel(
-            f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]:.160}); a tokenizer.json "
-            "is needed."
+            f"the tokenizer in {folder} cannot be read ({one_line(error)}); a tokenizer.json is needed."
         ) from error
     templates = tokenizer.chat_template
     if isinstance(templates, str):
