@@ -164,7 +164,7 @@ def test_rotary_scaling_keys(tmp_path: Path, scaling: dict[str, Any]) -> None:
 
 
 def test_llama3_rotary_factors(tmp_path: Path) -> None:
-    """llama.cpp's converter stores one divisor for each frequency; the logits are those of `llama3` scaling."""
+    """llama.cpp's converter stores one divisor for each frequency; the logits are those of `llama3`."""
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
