@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from paceline.decode.model.families import FAMILIES
+from paceline.decode.model.fetch import KNOWN_MODELS, cache_folder, cached_model
 from paceline.decode.model.gguf_file import GGUFFile
 
 KINDS = gguf.GGMLQuantizationType
@@ -218,3 +219,22 @@ def test_progress_is_told(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model())
     load_checkpoint(str(path), dtype=torch.float32, progress=lines.append)
     assert lines[0].startswith("reading m.gguf: 0 of ")
+
+
+@pytest.mark.models
+def test_smollm2_equals_transformers_own_gguf_reader() -> None:
+    """An independent reader of the same file: every tensor equal, and the settings that shape the logits."""
+    path = cached_model(KNOWN_MODELS["smollm2-135m"], cache_folder())
+    if path is None:
+        pytest.skip("smollm2-135m is not in the cache; `paceline pull smollm2-135m` brings it")
+    ours = load_checkpoint("smollm2-135m", dtype=torch.float32)
+    pytest.importorskip("accelerate", reason="Transformers reads GGUF files only with accelerate")
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    weights = dict(theirs.named_parameters())
+    assert weights.keys() == ours.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert torch.equal(tensor, weights[name]), name
+    assert ours.config.rope_parameters["rope_theta"] == 100_000.0
+    assert ours.config.rms_norm_eps == 1e-5
+    assert ours.max_positions == 8192
+    assert ours.eos_token_ids == {0, 2}

@@ -85,7 +85,7 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     refused(folder, ModelFormatError, "other.safetensors", "rename")
     (folder / "other.safetensors").unlink()
-    refused(folder, ModelFormatError, "no weights")
+    refused(folder, ModelFormatError, "no weights in safetensors")
     (folder / "model.gguf").write_bytes(b"GGUF")
     refused(folder, ModelFormatError, "model.gguf")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")

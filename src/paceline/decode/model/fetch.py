@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import ModelFormatError, ModelNotFound
+from paceline.errors import MissingExtra, ModelFormatError, ModelNotFound
 
 __all__ = [
     "KNOWN_MODELS",
@@ -158,18 +158,24 @@ def fetch_repository(name: str, progress: Callable[[str], None] | None = None, w
     Only safetensors, JSON and chat templates are fetched, never pickles or code; without `weights`, no
     tensors.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
+    except ImportError as error:
+        raise MissingExtra(
+            f"fetching {name} needs huggingface_hub; install it with `pip install 'paceline[engine]'`."
+        ) from error
 
     if progress is not None:
         progress(f"looking for {name} on Hugging Face")
-    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
+    # "model*" leaves out the second copy that some repositories keep in a folder of its own.
+    patterns = ["*.json", "*.jinja"] + (["model*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:

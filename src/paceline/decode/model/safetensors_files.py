@@ -99,7 +99,7 @@ def _why_no_weights(folder: Path) -> str:
         return f"{folder} has no safetensors; to use the GGUF in it, give the file itself: {ggufs[0]}."
     if odd := sorted(p.name for p in folder.glob("*.safetensors")):
         return f"{folder} has {odd[0]} but neither {_WHOLE} nor {_INDEX}; rename a whole model to {_WHOLE}."
-    return f"{folder} has no weights; a model folder has {_WHOLE}, or {_INDEX} with its parts."
+    return f"{folder} has no weights in safetensors; a model folder has {_WHOLE}, or {_INDEX} with its parts."
 
 
 def folder_tokenizer(folder: Path) -> TextTokenizer | None:
