@@ -1,7 +1,8 @@
-"""Rendering a model's chat template: Jinja from an untrusted file, so in a sandbox that cannot change its inputs.
+"""Rendering a chat template: Jinja from an untrusted file, so in a sandbox that cannot change its inputs.
 
 The environment is the one Transformers renders templates in: trimmed blocks, `break` and `continue`,
-`raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII text, and `{% generation %}` as a mere bracket.
+`raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII text, and `{% generation %}` as a mere
+bracket.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _compile(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the model's own words for training; here it is its body."""
+    """`{% generation %} ...` marks the model's own words for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 (the name and kind jinja2 asks for)
 

@@ -1,11 +1,12 @@
 """Weights, config and tokenizer of a model, whatever file format they came in.
 
-Every loader ends at the same check: the tensors are exactly those the Transformers module of that config has, in
-name and in shape. What is missing, left over or of another shape is named.
+Every loader ends at the same check: the tensors are exactly those the Transformers module of that config has,
+in name and in shape. What is missing, left over or of another shape is named.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,8 @@ class Checkpoint:
 class CheckpointInfo:
     """A checkpoint without its weights: everything `Checkpoint` says but the tensors.
 
-    parameters   weights in all, a tied head counted once
+    parameters       weights in all, a tied head counted once
+    parameters_read  weights a decode step reads: all, but of an embedding that is no head just a row
     """
 
     name: str
@@ -67,6 +69,7 @@ class CheckpointInfo:
     vocab_size: int
     max_positions: int
     parameters: int
+    parameters_read: int
 
     def weight_bytes(self, bytes_per_weight: int) -> int:
         return self.parameters * bytes_per_weight
@@ -110,17 +113,20 @@ def load_checkpoint(
 
 
 def inspect_checkpoint(spec: str, progress: Callable[[str], None] | None = None) -> CheckpointInfo:
-    """The model `spec` without reading its weights; of a Hugging Face repository only JSON files are fetched."""
+    """The model `spec` without its weights; of a Hugging Face repository only JSON files are fetched."""
     opened = _open(resolve_source(spec, progress, weights=False))
-    sizes = (torch.Size(shape).numel() for shape in parameter_shapes(opened.config).values())
+    config = opened.config
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return CheckpointInfo(
         name=spec,
-        config=opened.config,
+        config=config,
         tokenizer=opened.tokenizer,
         eos_token_ids=opened.eos_token_ids,
         vocab_size=opened.vocab_size,
-        max_positions=opened.config.max_position_embeddings,
-        parameters=sum(sizes),
+        max_positions=config.max_position_embeddings,
+        parameters=parameters,
+        parameters_read=parameters - looked_up,
     )
 
 
@@ -199,4 +205,4 @@ def check_tensors(
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
-    return f"{len(ordered)} tensors ({', '.join(ordered[:_NAMES_SHOWN])}{more})"
+    return f"{len(ordered)} tensor{'s' * (len(ordered) > 1)} ({', '.join(ordered[:_NAMES_SHOWN])}{more})"

@@ -10,22 +10,33 @@ from typing import Any, NoReturn
 
 from paceline.errors import UnsupportedModel
 
-__all__ = ["FAMILIES", "check_family", "refuse_architecture"]
+__all__ = ["FAMILIES", "check_family", "one_line", "refuse_architecture"]
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite"})
 
 # Names as Transformers (`model_type`) and as GGUF (`general.architecture`) have them.
 _RECURRENT = frozenset(
-    ["mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "plamo2", "plamo3", "granitemoehybrid", "granitehybrid", "falcon_h1", "falcon-h1", "rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "recurrent_gemma", "qwen3_next", "qwen3next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen35", "qwen35moe", "kimi_linear", "kimi-linear", "minimax", "lfm2", "lfm2_moe", "lfm2moe", "xlstm", "vaultgemma_linear", "olmo_hybrid"]
+    {
+        *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "xlstm"),
+        *("granitemoehybrid", "granitehybrid", "falcon_h1", "falcon-h1", "plamo2", "plamo3", "olmo_hybrid"),
+        *("rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "recurrent_gemma", "kimi_linear", "kimi-linear"),
+        *("qwen3_next", "qwen3next", "qwen3_5", "qwen3_5_text", "qwen35", "minimax", "lfm2", "lfm2_moe"),
+        *("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2moe"),
+    }
 )
+
+
+def one_line(error: BaseException) -> str:
+    """Another library's message, short and on one line, to stand inside one of ours."""
+    return f"{' '.join(str(error).split()):.160}".rstrip(". ")
 
 
 def refuse_architecture(name: str, where: str, allowed: list[str]) -> NoReturn:
     """Raises `UnsupportedModel` for the architecture `name`, with the reason where it is a known one."""
     if name in _RECURRENT:
         raise UnsupportedModel(
-            f"{where} is a {name} model: its recurrent state cannot be rolled back after a rejected draft, so it "
-            f"cannot be decoded exactly; allowed: {', '.join(allowed)}."
+            f"{where} is a {name} model: its recurrent state cannot be rolled back after a rejected draft, "
+            f"so it cannot be decoded exactly; allowed: {', '.join(allowed)}."
         )
     raise UnsupportedModel(
         f"{where} is a {name} model, which is not supported; allowed: {', '.join(allowed)}."
@@ -40,13 +51,12 @@ def check_family(config: Any, where: str) -> None:
     if getattr(config, "sliding_window", None) is not None and kinds == {"full_attention"}:
         kinds = {"sliding_attention"} if config.model_type == "mistral" else kinds
     if kinds != {"full_attention"}:
-        raise UnsupportedModel(
-            f"{where} has {', '.join(sorted(kinds - {'full_attention'}))} layers; only full attention is supported."
-        )
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        raise UnsupportedModel(f"{where} has {others} layers; only full attention is supported.")
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         method = (
             quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
         )
         raise UnsupportedModel(
-            f"{where} is quantised with {method}; use its unquantised safetensors, or a GGUF of the same model."
+            f"{where} is quantised with {method}; use unquantised safetensors, or a GGUF of the same model."
         )

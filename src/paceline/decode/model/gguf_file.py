@@ -1,9 +1,9 @@
 """Reading a GGUF file: its metadata at once, its tensors one by one straight into the wanted dtype.
 
 Only the header is parsed on opening (the tensors stay on disk, mapped), so a file of any size is inspected in
-well under a second. Dequantisation is the `gguf` package's own, a few hundred rows at a time: the peak memory is
-the result plus a few megabytes. Refused with a sentence: files that are no GGUF, are cut short, are one part of
-several, hold a format version or a tensor type that is not known.
+well under a second. Dequantisation is the `gguf` package's own, a few hundred rows at a time: the peak memory
+is the result plus a few megabytes. Refused with a sentence: files that are no GGUF, are cut short, are one
+part of several, hold a format version or a tensor type that is not known.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -70,7 +70,7 @@ class GGUFFile:
         self.metadata, table = header.metadata, header.tensors
         if (parts := self.metadata.get("split.count", 1)) > 1:
             raise UnsupportedModel(
-                f"{path} is one of {parts} parts of a split GGUF; join them with `llama-gguf-split --merge` first."
+                f"{path} is one of {parts} parts of a split GGUF; join them with llama-gguf-split first."
             )
         self.tensors = {t.name: t for t in table}
         end = max((t.offset + t.size_bytes for t in table), default=0)
@@ -134,8 +134,8 @@ class GGUFFile:
             return gguf.quants.dequantize(rows, tensor.kind)
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.kind.name}, which the gguf package cannot "
-                "dequantise; use a file quantised as Q8_0, Q6_K, Q5_K or Q4_K."
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.kind.name}, which the gguf package "
+                "cannot dequantise; use a file quantised as Q8_0, Q6_K, Q5_K or Q4_K."
             ) from error
 
     @cached_property
@@ -196,7 +196,7 @@ class _Header:
             kind = gguf.GGMLQuantizationType(number)
         except ValueError as error:
             raise UnsupportedModel(
-                f"{self._path}: tensor {name} has the unknown type {number}; a newer gguf package may know it."
+                f"{self._path}: tensor {name} has the unknown type {number}; a newer gguf may know it."
             ) from error
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         count = 1
@@ -239,8 +239,8 @@ class _Header:
         end = self._at + count
         if end > len(self._data):
             raise ModelFormatError(
-                f"{self._path} is cut short: its header runs past the end of the file ({len(self._data)} bytes); "
-                "download it again."
+                f"{self._path} is cut short: its header runs past the end of the file ({len(self._data)} "
+                "bytes); download it again."
             )
         raw = self._data[self._at : end]
         self._at = end

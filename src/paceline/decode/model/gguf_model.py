@@ -1,21 +1,23 @@
 """What a GGUF file says about its model: a Transformers config, and its tensors under Hugging Face names.
 
-Architectures: `llama` (Llama, Mistral without windows, SmolLM2 ...) and `qwen2`. llama.cpp stores the query and
-key rows of `llama` models in the order of its own rotary embedding (pairs of neighbours); they are put back into
-Hugging Face's order (two halves) here. A tensor or a rotary setting this file does not know is refused by name,
-never skipped.
+Architectures: `llama` (Llama, Mistral without windows, SmolLM2 ...) and `qwen2`. llama.cpp stores the query
+and key rows of `llama` models in the order of its own rotary embedding (pairs of neighbours); they are put
+back into Hugging Face's order (two halves) here. A tensor or a rotary setting this file does not know is
+refused by name, never skipped.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.decode.model.families import refuse_architecture
+from paceline.decode.model.families import one_line, refuse_architecture
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.errors import ModelFormatError, UnsupportedModel
 
@@ -39,11 +41,13 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_READERS = 8  # threads at most; numpy lets go of the interpreter lock in its loops
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def gguf_config(file: GGUFFile) -> Any:
     """The Transformers config (`LlamaConfig`, `Qwen2Config`) of the model in `file`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     architecture = file.require("general.architecture", str)
@@ -62,21 +66,32 @@ def gguf_config(file: GGUFFile) -> Any:
     if architecture == "llama":
         values["attention_bias"] = "blk.0.attn_q.bias" in names
         values["mlp_bias"] = "blk.0.ffn_up.bias" in names
-    return AutoConfig.for_model(_MODEL_TYPES[architecture], **values)
+    try:
+        return AutoConfig.for_model(_MODEL_TYPES[architecture], **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ModelFormatError(f"{file.path} describes no possible model: {one_line(error)}.") from error
 
 
 def _shape(file: GGUFFile, architecture: str) -> dict[str, Any]:
     def whole(key: str) -> int:
-        return file.require(f"{architecture}.{key}", int)
+        value = file.require(f"{architecture}.{key}", int)
+        if value < 1:
+            raise ModelFormatError(f"{file.path}: {architecture}.{key} is {value}; allowed: a number from 1.")
+        return value
 
-    heads, width = whole("attention.head_count"), whole("embedding_length")
+    heads, width, layers = whole("attention.head_count"), whole("embedding_length"), whole("block_count")
+    if layers > len(file.tensors):
+        raise ModelFormatError(f"{file.path} announces {layers} layers in {len(file.tensors)} tensors.")
+    kv_heads = file.get(f"{architecture}.attention.head_count_kv", int) or heads
+    if heads % kv_heads:
+        raise ModelFormatError(f"{file.path} has {heads} heads for {kv_heads} key heads; allowed: a divisor.")
     head_width = file.get(f"{architecture}.attention.key_length", int) or width // heads
     value_width = file.get(f"{architecture}.attention.value_length", int) or head_width
     rotary_width = file.get(f"{architecture}.rope.dimension_count", int) or head_width
     if not head_width == value_width == rotary_width:
         raise UnsupportedModel(
-            f"{file.path} has heads of {head_width} (keys), {value_width} (values) and {rotary_width} (rotary) "
-            "values; only equal widths can be read."
+            f"{file.path} has heads of {head_width} (keys), {value_width} (values) and {rotary_width} "
+            "(rotary) values; only equal widths can be read."
         )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -85,9 +100,9 @@ def _shape(file: GGUFFile, architecture: str) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
         "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get(f"{architecture}.attention.head_count_kv", int) or heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_width,
         "max_position_embeddings": whole("context_length"),
         "rms_norm_eps": _shortest(file.require(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
@@ -137,7 +152,8 @@ def _factored_rotary(file: GGUFFile, base: float, shape: dict[str, Any]) -> dict
     factors = file.read(_ROTARY_FACTORS, torch.float32).tolist()
     if len(factors) != shape["head_dim"] // 2:
         raise ModelFormatError(
-            f"{file.path}: {_ROTARY_FACTORS} has {len(factors)} factors for heads of {shape['head_dim']} values."
+            f"{file.path}: {_ROTARY_FACTORS} has {len(factors)} factors; heads of {shape['head_dim']} values "
+            "need one for every two."
         )
     return {
         "rope_type": "longrope",
@@ -164,13 +180,17 @@ def gguf_tensors(
     file: GGUFFile, config: Any, dtype: torch.dtype, progress: Callable[[str], None] | None
 ) -> dict[str, torch.Tensor]:
     """Every weight of `file` in `dtype` under its Hugging Face name, one at a time off the disk."""
-    names = [name for name in file.tensors if name != _ROTARY_FACTORS]
+    names = {_target_name(file, name): name for name in file.tensors if name != _ROTARY_FACTORS}
+
+    def read(name: str) -> torch.Tensor:
+        return file.read(name, dtype, _row_order(name, file.tensors[name].shape[0], config))
+
     tensors: dict[str, torch.Tensor] = {}
-    for done, name in enumerate(names):
-        if progress is not None and done % max(len(names) // 20, 1) == 0:
-            progress(f"reading {file.path.name}: {done} of {len(names)} tensors")
-        target = _target_name(file, name)
-        tensors[target] = file.read(name, dtype, _row_order(name, file.tensors[name].shape[0], config))
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _READERS)) as pool:
+        for target, tensor in zip(names, pool.map(read, names.values()), strict=True):
+            if progress is not None and len(tensors) % max(len(names) // 20, 1) == 0:
+                progress(f"reading {file.path.name}: {len(tensors)} of {len(names)} tensors")
+            tensors[target] = tensor
     return tensors
 
 

@@ -1,8 +1,8 @@
 """The tokenizer a GGUF file carries in its metadata, as a `tokenizers.Tokenizer`.
 
-Vocabulary, merges, markers, beginning-of-text rule and chat template are the file's own. How text is cut before
-the merges (`tokenizer.ggml.pre`) is a name in the file whose meaning stands in the tables below; a name they do
-not have is refused, since a wrong cut gives other ids without any error.
+Vocabulary, merges, markers, beginning-of-text rule and chat template are the file's own. How text is cut
+before the merges (`tokenizer.ggml.pre`) is a name in the file whose meaning stands in the tables below; a
+name they do not have is refused, since a wrong cut gives other ids without any error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # Markers that end a text or a turn whatever the file's end id is; a file names one id, models use several.
 _END_MARKERS = frozenset(
-    ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<eos>"]
+    {
+        *("</s>", "<eos>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    }
 )
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -121,7 +124,7 @@ def gguf_end_ids(file: GGUFFile) -> frozenset[int]:
 
 
 def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
-    name = file.get("tokenizer.ggml.pre", str)
+    name = file.require("tokenizer.ggml.pre", str)
     if name not in _CUTS:
         raise UnsupportedModel(
             f"{file.path} cuts its text the way {name!r} (tokenizer.ggml.pre), which is not known; allowed: "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.decode.model.families import one_line
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import ModelFormatError, UnsupportedModel
 
@@ -27,6 +28,7 @@ _RECOMPUTED = ".rotary_emb.inv_freq"
 
 def folder_config(folder: Path) -> Any:
     """The Transformers config in `folder`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     values = read_json(folder, "config.json")
@@ -36,10 +38,10 @@ def folder_config(folder: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise UnsupportedModel(
             f"{folder} is a {values['model_type']} model, which the installed Transformers cannot configure "
-            f"({str(error).splitlines()[0]:.160})."
+            f"({one_line(error)})."
         ) from error
 
 
@@ -77,7 +79,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / str(name) for name in names.values()})
         if absent := [f.name for f in files if not f.is_file()]:
             raise ModelFormatError(
-                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download it again."
+                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download "
+                "it again."
             )
         return files
     if (folder / _WHOLE).is_file():
@@ -88,15 +91,15 @@ def _weight_files(folder: Path) -> list[Path]:
 def _why_no_weights(folder: Path) -> str:
     if pickles := sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)):
         return (
-            f"{folder} has its weights only as pickles ({pickles[0]}), which can run code when opened and are never "
-            "read; save them with `model.save_pretrained(folder, safe_serialization=True)` or take a repository "
-            "with safetensors."
+            f"{folder} has its weights only as pickles ({pickles[0]}), which can run code when opened and "
+            "are never read; save them with Transformers' `save_pretrained`, which writes safetensors, or "
+            "take a repository that has them."
         )
     if ggufs := sorted(folder.glob("*.gguf")):
         return f"{folder} has no safetensors; to use the GGUF in it, give the file itself: {ggufs[0]}."
     if odd := sorted(p.name for p in folder.glob("*.safetensors")):
         return f"{folder} has {odd[0]} but neither {_WHOLE} nor {_INDEX}; rename a whole model to {_WHOLE}."
-    return f"{folder} has no weights; a model folder has {_WHOLE}, or {_INDEX} with its parts."
+    return f"{folder} has no weights in safetensors; a model folder has {_WHOLE}, or {_INDEX} with its parts."
 
 
 def folder_tokenizer(folder: Path) -> TextTokenizer | None:
@@ -110,8 +113,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer | None:
         backend = tokenizer.backend_tokenizer
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise UnsupportedModel(
-            f"the tokenizer in {folder} cannot be read ({str(error).splitlines()[0]:.160}); a tokenizer.json is "
-            "needed."
+            f"the tokenizer in {folder} cannot be read ({one_line(error)}); a tokenizer.json is needed."
         ) from error
     templates = tokenizer.chat_template
     if isinstance(templates, str):

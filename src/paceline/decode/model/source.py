@@ -1,7 +1,7 @@
 """From the name a person types to files on this machine.
 
-A model is one of: a known name (`smollm2-135m`), the path of a `.gguf` file, the path of a folder with safetensors,
-a Hugging Face id (`owner/name`). A path that exists wins over an id of the same spelling.
+A model is one of: a known name (`smollm2-135m`), the path of a `.gguf` file, the path of a folder with
+safetensors, a Hugging Face id (`owner/name`). A path that exists wins over an id of the same spelling.
 """
 
 from __future__ import annotations

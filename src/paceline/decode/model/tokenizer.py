@@ -1,8 +1,8 @@
 """Text to token ids and back, with the rules every path of the engine shares.
 
 - Markers such as `<|im_start|>` in a text are single ids.
-- Where the model's tokenizer puts a beginning-of-text token in front, every prompt begins with exactly one, also
-  when its text already does (a rendered chat template).
+- Where the model's tokenizer puts a beginning-of-text token in front, every prompt begins with exactly one,
+  also when its text already does (a rendered chat template).
 - An end-of-text token some tokenizers append is left off: a prompt is there to be continued.
 - Streamed pieces joined are `decode` of all ids; a character whose bytes are not all there yet is held back.
 """
@@ -173,9 +173,9 @@ class TextTokenizer:
 class TextStream:
     """Turns ids into text as they come.
 
-    A piece is given out once nothing that follows can change it: not while the text ends inside a character, and
-    not inside a run of single-byte tokens, which the tokenizer decodes as a whole. Decoding starts at the piece
-    before the last, so the cost of an id does not grow with the text.
+    A piece is given out once nothing that follows can change it: not while the text ends inside a character,
+    and not inside a run of single-byte tokens, which the tokenizer decodes as a whole. Decoding starts at the
+    piece before the last, so the cost of an id does not grow with the text.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

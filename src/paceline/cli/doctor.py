@@ -1,0 +1,85 @@
+"""`paceline doctor`: does this draft fit this target on this machine, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from paceline.decode.model.doctor import PairReport
+
+__all__ = ["add_parser", "run"]
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WITHOUT_MODEL = ("none", "auto", "ngram", "suffix", "layer-skip")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check a target and its draft before loading them",
+        description=(
+            "Compare the vocabularies, contexts and memory of a target and its draft. Reads configs and "
+            "tokenizers only. Exit code 3 where the pair cannot work."
+        ),
+    )
+    parser.add_argument("model", metavar="MODEL", help="the target: a name, a .gguf file, a folder or an id")
+    parser.add_argument(
+        "--draft", metavar="KIND[:MODEL]", default="none", help="the draft (default: %(default)s)"
+    )
+    parser.add_argument("--draft-length", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens each (default: the target's, up to 8192)"
+    )
+    parser.add_argument("--dtype", choices=sorted(_BYTES), default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--draft-dtype", choices=sorted(_BYTES), help="default: as --dtype")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda[:N] (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from paceline.decode.model.checkpoint import inspect_checkpoint
+    from paceline.decode.model.doctor import Level, Load, available_memory_bytes, examine_pair
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    target = inspect_checkpoint(args.model, say)
+    draft_name = draft_model(args.draft)
+    draft = None if draft_name is None else inspect_checkpoint(draft_name, say)
+    load = Load(
+        batch=args.batch,
+        context_tokens=min(target.max_positions, 8192) if args.context is None else args.context,
+        draft_length=args.draft_length,
+        target_bytes_per_value=_BYTES[args.dtype],
+        draft_bytes_per_value=_BYTES[args.draft_dtype or args.dtype],
+    )
+    report = examine_pair(target, draft, load, available_memory_bytes(args.device))
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
+    return 3 if report.worst is Level.ERROR else 0
+
+
+def draft_model(text: str) -> str | None:
+    """The model in `KIND[:MODEL]`; None for a drafter without one."""
+    if text in _WITHOUT_MODEL:
+        return None
+    name = text.removeprefix("model:")
+    if not name or name == "model":
+        raise InvalidParameter("--draft", text, "a model, or one of " + ", ".join(_WITHOUT_MODEL))
+    return name
+
+
+def render(report: PairReport) -> str:
+    """The report as lines: level, topic, what was found, what to do."""
+    lines = [f"target  {report.target}", f"draft   {report.draft or 'no model'}", ""]
+    for finding in report.findings:
+        lines.append(f"{finding.level:<5}  {finding.topic}: {finding.text}")
+        if finding.advice:
+            lines.append(f"       {finding.advice}")
+    return "\n".join(lines)

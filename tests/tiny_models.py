@@ -1,0 +1,208 @@
+"""Tiny random models and tokenizers for tests, in both file formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, 1234 times in 2025!",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 22))\n",
+    "Grüße aus München: naïve café, 東京の天気, Привет мир 🙂🚀",
+    "they're, we'll, I'd; don't   stop\t\tnow",
+]
+MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+VOCABULARY = 384
+
+
+def tiny_backend(adds_bos: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer trained on `CORPUS`, cut like SmolLM's."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 10,
+        special_tokens=[AddedToken(m, special=True, normalized=False) for m in MARKERS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    if adds_bos:
+        backend.post_processor = TemplateProcessing(
+            single="<|im_start|> $A <|endoftext|>", special_tokens=[("<|im_start|>", 1), ("<|endoftext|>", 0)]
+        )
+    return backend
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    """A random model of two layers; `changes` go into its config."""
+    torch.manual_seed(seed)
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.3,
+    }
+    if kind == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**(values | changes)))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**(values | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + float("norm" in name))
+    return model.eval()
+
+
+def save_folder(folder: Path, model: Any, backend: Tokenizer | None, shard_bytes: int | None = None) -> Path:
+    """`model` as Transformers saves it, in parts of at most `shard_bytes`."""
+    size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.save_pretrained(folder, **size)
+    if backend is not None:
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<|im_start|>",
+            eos_token="<|im_end|>",
+            chat_template=CHAT_TEMPLATE,
+        )
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of query and key rows, row by row: 0, d/2, 1, d/2 + 1 ... in each head."""
+    width = weight.shape[0] // heads
+    order = []
+    for head in range(heads):
+        for i in range(width // 2):
+            order += [head * width + i, head * width + width // 2 + i]
+    return weight[order]
+
+
+def stored_tensors(model: Any) -> dict[str, np.ndarray]:
+    """The float32 tensors of `model` under GGUF names and in GGUF's row order."""
+    config = model.config
+    parts = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stored: dict[str, np.ndarray] = {}
+    for name, parameter in model.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        value = parameter.detach().numpy()
+        if stem in whole:
+            stored[f"{whole[stem]}.{kind}"] = value
+            continue
+        layer, part = stem.removeprefix("model.layers.").split(".", 1)
+        if config.model_type == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            queries = part.endswith("q_proj")
+            value = rotary_rows(value, config.num_attention_heads if queries else config.num_key_value_heads)
+        stored[f"blk.{layer}.{parts[part]}.{kind}"] = value
+    return stored
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    backend: Tokenizer | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+    without: Sequence[str] = (),
+) -> Path:
+    """`model` as a GGUF with its matrices stored as `kind`; vectors stay float32, as llama.cpp has it."""
+    writer = gguf.GGUFWriter(path, model.config.model_type)
+    values = model_metadata(model.config)
+    values |= byte_level_metadata(backend) if backend is not None else {}
+    for key, value in (values | dict(metadata or {})).items():
+        add_value(writer, key, value)
+    for name, value in (stored_tensors(model) | dict(extra or {})).items():
+        if name not in without:
+            stored = gguf.GGMLQuantizationType.F32 if value.ndim == 1 else kind
+            writer.add_tensor(name, gguf.quants.quantize(value, stored), raw_dtype=stored)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def model_metadata(config: Any) -> dict[str, Any]:
+    values = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    return {f"{config.model_type}.{key}": value for key, value in values.items()}
+
+
+def byte_level_metadata(backend: Tokenizer, padded_to: int = VOCABULARY) -> dict[str, Any]:
+    """The GGUF metadata of `tiny_backend`, its end padded with unused tokens."""
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [3 if token in MARKERS else 1 for token in tokens]
+    padding = range(len(tokens), padded_to)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{i}]" for i in padding],
+        "tokenizer.ggml.token_type": types + [5 for _ in padding],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
