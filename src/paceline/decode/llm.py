@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,12 +17,13 @@ from paceline.core.records import TraceWriter
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import build_drafters, parse_drafts
 from paceline.decode.engine import Engine, EngineOptions
-from paceline.decode.model.checkpoint import Checkpoint, load_checkpoint
+from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
+from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
-from paceline.decode.sequence import DraftSettings, Request, Sequence
+from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence
 from paceline.errors import InvalidParameter, UsageError
 
-__all__ = ["LLM", "Prompt", "pick_dtype"]
+__all__ = ["LLM", "Prompt", "TokenStream", "pick_dtype"]
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -140,23 +141,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         draft: DraftSettings | None = None,
-    ) -> Iterator[Delta]:
-        """Deltas of one prompt or conversation as they become certain; leaving the loop cancels the request."""
+    ) -> TokenStream:
+        """Deltas of one prompt or conversation as they become certain; closing the stream cancels the request."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self._chat_ids(prompt)  # type: ignore[arg-type]
-        request = self._request(prompt, params or SamplingParams(), draft or self.defaults)  # type: ignore[arg-type]
-        self.last_sequences = self.engine.add(request)
-        left = request.params.n
-        try:
-            while left:
-                for delta in self.engine.step():
-                    if delta.request_id == request.request_id:
-                        left -= delta.finish_reason is not None
-                        yield delta
-        finally:
-            if left:
-                self.engine.cancel(request.request_id)
-                self.engine.step()
+            prompt = self._chat_ids(cast(Messages, prompt))
+        request = self._request(cast(Prompt, prompt), params or SamplingParams(), draft or self.defaults)
+        return TokenStream(self.engine, request)
 
     def close(self) -> None:
         """Write out the trace."""
@@ -214,6 +204,8 @@ class LLM:
     def _load_draft(
         self, spec: str, dtype: torch.dtype, progress: Callable[[str], None] | None
     ) -> tuple[Checkpoint, LlamaDecoder]:
+        inspected = inspect_checkpoint(spec, progress)
+        check_draft_vocabulary(self.checkpoint, inspected)
         return _load(spec, dtype, self.device, progress)
 
     def _context(self, asked: int | None) -> int:
@@ -235,6 +227,36 @@ class LLM:
                 "verify": self.defaults.verify,
                 "threads": torch.get_num_threads(),
             },
+        )
+
+
+class TokenStream:
+    """A running request: iterate for its deltas, then `output` holds it whole. `close` cancels what is left."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._sequences = engine.add(request)
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while any(s.phase is not Phase.FINISHED for s in self._sequences):
+                for delta in self._engine.step():
+                    if delta.request_id == self._request.request_id:
+                        yield delta
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if any(s.phase is not Phase.FINISHED for s in self._sequences):
+            self._engine.cancel(self._request.request_id)
+            self._engine.step()
+
+    @property
+    def output(self) -> RequestOutput:
+        """The finished request; an assertion fails where it has not finished."""
+        request = self._request
+        return RequestOutput(
+            request.request_id, list(request.prompt), [completion(s) for s in self._sequences]
         )
 
 

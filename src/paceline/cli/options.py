@@ -1,0 +1,155 @@
+"""Options that several verbs share: one field, one flag, one help line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidParameter, MissingExtra
+
+if TYPE_CHECKING:
+    from paceline.core.output import Completion
+    from paceline.decode.llm import LLM
+
+__all__ = ["add_engine_options", "add_sampling_options", "build_llm", "build_params", "say", "speed_line"]
+
+
+def say(text: str) -> None:
+    """Words for the person, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="smollm2-135m, a Hugging Face id, a folder with safetensors, or a .gguf file",
+    )
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--draft",
+        action="append",
+        metavar="KIND[:MODEL]",
+        help="none, auto, ngram, suffix, model:PATH; repeatable (default: auto)",
+    )
+    group.add_argument(
+        "--draft-length",
+        type=_draft_length,
+        default=None,
+        metavar="N|auto",
+        help="draft tokens a round (default: auto)",
+    )
+    group.add_argument(
+        "--verify",
+        default="coupled",
+        metavar="RULE",
+        help="acceptance rule: coupled (default), rejection, block, relaxed",
+    )
+    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or auto (default)")
+    group.add_argument("--draft-dtype", metavar="TYPE", help="of a draft model (default: as --dtype)")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's, <= 4096)"
+    )
+    group.add_argument(
+        "--deterministic", action="store_true", help="rows independent in passes of any size (costs speed)"
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write a record per round as JSON lines")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: a fresh one)")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text")
+
+
+def build_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def build_llm(args: argparse.Namespace, max_batch: int = 1) -> LLM:
+    """The model and its drafters as asked for; says on stderr what `auto` picked."""
+    require_engine()
+    from paceline.decode.llm import LLM
+
+    llm = LLM(
+        args.model,
+        draft=args.draft or "auto",
+        draft_length=args.draft_length,
+        verify=args.verify,
+        dtype=args.dtype,
+        draft_dtype=args.draft_dtype,
+        device=args.device,
+        threads=args.threads,
+        max_context=args.max_context,
+        max_batch=max_batch,
+        deterministic=args.deterministic,
+        trace=args.trace,
+        progress=say,
+    )
+    dtype = str(llm.dtype).removeprefix("torch.")
+    say(f"{args.model}: {dtype} on {llm.device}, loaded in {llm.load_s:.1f} s; drafter: {llm.defaults.drafter}")
+    return llm
+
+
+def require_engine() -> None:
+    """Raise MissingExtra where the decoding wing's dependencies are not installed."""
+    needed = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtra(
+            f"decoding needs {', '.join(missing)}, not installed here; install them with "
+            f"`pip install 'paceline[engine]'`. Planning works without."
+        )
+
+
+def speed_line(done: Completion) -> str:
+    """One line on a finished answer: tokens, speed, AL."""
+    stats = done.stats
+    speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
+    line = f"{len(done.token_ids)} tokens, {speed:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
+    if stats.acceptance_length is not None:
+        line += f", AL {stats.acceptance_length:.2f} ({stats.accepted} of {stats.drafted} drafts accepted)"
+    return line
+
+
+def _draft_length(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        value: Any = int(text)
+    except ValueError:
+        value = text
+    if not isinstance(value, int) or value < 0:
+        raise InvalidParameter("--draft-length", text, "a whole number from 0, or auto")
+    return value
