@@ -198,7 +198,7 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(spm: TextTokeniz
 
 
 def slow_sentence_piece(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """SentencePiece's rule word for word: merge the pair of the best score, the leftmost of equals, until none."""
+    """SentencePiece's own rule: merge the pair of the best score, the leftmost of equals."""
     vocab = tokenizer.vocab()
     score = {token: -index for token, index in vocab.items() if index >= 259}
     parts = [*f"\u2581{text}".replace(" ", "\u2581")]
