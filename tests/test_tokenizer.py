@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,29 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(spm: TextTokeniz
     assert spm.decode(spm.encode("hello é 🙂 a")) == "hello é 🙂 a"
     assert spm.token_bytes()[vocab["<0xC3>"]] == b"\xc3"
     assert spm.token_bytes()[vocab["\u2581hello"]] == b" hello"
+
+
+def slow_sentence_piece(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """SentencePiece's own rule: merge the pair of the best score, the leftmost of equals."""
+    vocab = tokenizer.vocab()
+    score = {token: -index for token, index in vocab.items() if index >= 259}
+    parts = [*f"\u2581{text}".replace(" ", "\u2581")]
+    while True:
+        pairs = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    ids = [[vocab[p]] if p in vocab else [vocab[f"<0x{byte:02X}>"] for byte in p.encode()] for p in parts]
+    return [1, *chain.from_iterable(ids)]
+
+
+def test_sentence_piece_against_a_slow_twin(spm: TextTokenizer) -> None:
+    @given(st.text(alphabet="hello ast\n\u00e9", min_size=1))
+    def check(text: str) -> None:
+        assert spm.encode(text) == slow_sentence_piece(spm, text)
+
+    check()
 
 
 # Beginning of text
