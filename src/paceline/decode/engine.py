@@ -222,7 +222,10 @@ class Engine:
             [inputs.logits_of[i] for i in judged],
             self.vocab_size,
         )
-        outcomes = [_Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens)) for s, p in zip(batch, proposals, strict=True)]
+        outcomes = [
+            _Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens))
+            for s, p in zip(batch, proposals, strict=True)
+        ]
         for i, verdict in zip(judged, verdicts, strict=True):
             first, rows = inputs.logits_of[i]
             outcomes[i].logits = result.logits[first : first + rows]

@@ -182,9 +182,11 @@ def _refuse_unknown(config: Any) -> None:
         raise UnsupportedModel(f"model type {config.model_type!r} is not a Llama or Qwen2 decoder")
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"activation {config.hidden_act!r} is not supported; only silu is")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3", "yarn"):
-        raise UnsupportedModel(f"rotary scaling {rope!r} depends on the length of the text, which comes later")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    one_table = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
+    if kind not in ("default", "linear", "llama3", "yarn") and not one_table:
+        raise UnsupportedModel(f"rotary scaling {kind!r} depends on the length of the text, which comes later")
     if getattr(config, "use_sliding_window", False):
         raise UnsupportedModel("this model asks for sliding-window attention, which comes later")
 
