@@ -25,7 +25,8 @@ from paceline.decode.draft.base import Drafter, Needs, SequenceView
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.step import AttentionGroup, Geometry, RowPolicy, StepInputs
-from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence as Choice
+from paceline.decode.sequence import DraftSettings, Phase, Request
+from paceline.decode.sequence import Sequence as Choice
 
 LogitFn = Callable[[tuple[int, ...]], np.ndarray]
 FAULTS = pytest.mark.parametrize("fault", [False, True], ids=["sound", "fault"])
@@ -85,7 +86,7 @@ class ToyModel:
         total = len(step.token_ids)
         real = list(range(len(step.cache_rows))) if step.real is None else step.real.tolist()
         ids, positions = step.token_ids[real], step.positions[real]
-        assert 0 <= int(ids.min()) and int(ids.max()) < self.vocab_width, f"ids {ids.tolist()} have no embedding"
+        assert int(ids.min()) >= 0 and int(ids.max()) < self.vocab_width, f"ids {ids.tolist()} have no embedding"
         assert int(positions.max()) < self.max_positions, f"position {int(positions.max())} has no rotation"
         cache.storage[0][step.cache_rows] = torch.stack([positions, ids], dim=1).float()
         wanted = list(range(total)) if step.wanted is None else step.wanted.tolist()
@@ -299,9 +300,7 @@ class Lab:
         self.engines.append(engine)
         return engine
 
-    def run(
-        self, engine: Engine, requests: Seq[Request], arrivals: Seq[int] | None = None
-    ) -> dict[str, list[Ran]]:
+    def run(self, engine: Engine, requests: Seq[Request], arrivals: Seq[int] | None = None) -> dict[str, list[Ran]]:
         """Every request to its end, request i added before round `arrivals[i]`."""
         waiting = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), strict=True))
         choices: list[Choice] = []
