@@ -106,29 +106,31 @@ class ToyModel:
         self, group: AttentionGroup, step: StepInputs, cache: KVCache, needed: set[int]
     ) -> dict[int, tuple[int, ...]]:
         """What each needed row of the group sees: tokens in the order of their stored positions."""
-        keys, values = cache.keys_values(0, group.slot_low, group.slot_high, group.kv_len)
+        keys, values = (
+            x[:, 0, :, 0].numpy() for x in cache.keys_values(0, group.slot_low, group.slot_high, group.kv_len)
+        )
         width = group.width
-        places = (group.slot_high - group.slot_low) * width
-        pairs = zip(range(places), range(places), strict=True)
+        seen = (group.mask == 0).view(len(keys), self.geometry.group, width, -1).numpy()
+        assert (seen[:, :1] == seen).all(), "query heads of one KV head see different keys"
+        places = range(len(keys) * width)
+        pairs = list(zip(places, places, strict=True))
         if group.back is not None:
             assert group.rows is not None
             own, back = group.back
             assert group.rows[back].tolist() == own.tolist(), "queries and the rows they go back to differ"
-            pairs = zip(own.tolist(), back.tolist(), strict=True)
+            pairs = list(zip(own.tolist(), back.tolist(), strict=True))
+        positions = step.positions.tolist()
         read = {}
         for row, place in pairs:
-            if row not in needed:
-                continue
-            slot, query = divmod(place, width)
-            mask = group.mask[slot, 0].view(self.geometry.group, width, -1)[:, query]
-            assert bool((mask[0] == mask[1]).all()), "query heads of one KV head see different keys"
-            visible = mask[0] == 0
-            held = zip(keys[slot, 0, visible, 0].tolist(), values[slot, 0, visible, 0].tolist(), strict=True)
-            entries = sorted((int(at), int(token)) for at, token in held)
-            position = int(step.positions[row])
-            at = [position for position, _ in entries]
-            assert at == list(range(position + 1)), f"the row at position {position} sees positions {at}"
-            read[row] = tuple(token for _, token in entries)
+            if row in needed:
+                slot, query = divmod(place, width)
+                visible = seen[slot, 0, query]
+                at, tokens = keys[slot, visible].astype(int), values[slot, visible].astype(int)
+                order = at.argsort(kind="stable")
+                assert at[order].tolist() == list(range(positions[row] + 1)), (
+                    f"the row at position {positions[row]} sees positions {sorted(at.tolist())}"
+                )
+                read[row] = tuple(tokens[order].tolist())
         return read
 
 
@@ -195,6 +197,7 @@ class Scripted:
             assert len(view.tokens) > before, "observe without news"
             proposal = self.last.pop(view.key, Proposal())
             if verdict is not None:
+                assert max(verdict.path, default=-1) < len(proposal), "a path outside the proposal"
                 assert view.tokens[before:] == verdict.tokens(proposal), "the verdict is not what was committed"
             self.held[view.key] = len(view.tokens)
 
