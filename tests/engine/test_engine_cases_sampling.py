@@ -182,6 +182,7 @@ def test_sd_13e_nan_logits_end_one_request_of_four(lab: Lab, monkeypatch: pytest
     temperatures = [0.0, 0.9, 0.0, 0.9]
     asks = [request([i], id=str(i), length=4, max_tokens=20, seed=i, temperature=t) for i, t in enumerate(temperatures)]
     plains = [oracle(r, logits=logits) for r in asks]
+    answers = {r.prompt: plain.tokens for r, plain in zip(asks, plains, strict=True)}
     if fault:  # one failure is everybody's
         sound = engine_module.judge
 
@@ -193,7 +194,7 @@ def test_sd_13e_nan_logits_end_one_request_of_four(lab: Lab, monkeypatch: pytest
         monkeypatch.setattr(engine_module, "judge", together)
 
     def check() -> None:
-        engine = lab.engine(ToyModel(logits, WIDTH), knows({r.prompt: p.tokens for r, p in zip(asks, plains)}, [3, 1]))
+        engine = lab.engine(ToyModel(logits, WIDTH), knows(answers, [3, 1]))
         results = lab.run(engine, asks)
         for r, plain in zip(asks, plains, strict=True):
             (ran,) = results[r.request_id]
@@ -339,11 +340,11 @@ def test_sd_28_logprobs_of_accepted_drafts(
 def test_marginals_at_first_and_later_positions(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, length: int, fault: bool
 ) -> None:
-    """The law of each of seven output positions, exact for a target that looks at one token, over 600 choices.
+    """The law of each of seven output positions, exact for a target that looks at one token, over 400 choices.
 
     Blocks begin at every position, since drafts are right about half the time. 7 positions and 5 lengths: some
-    false alarm in 35 tests had a chance below 0.4 %. The fault takes a draft wherever p > 0.1, as a typical
-    acceptance would.
+    false alarm in 35 tests had a chance below 0.4 %. The fault takes every draft of an
+    odd id.
     """
     width = 6
     one = hashed(width, seed=21, scale=1.0, order=1)
@@ -352,9 +353,8 @@ def test_marginals_at_first_and_later_positions(
         sound = judge_module.walk
 
         def lenient(proposal: Any, draws: Any) -> Any:
-            return sound(
-                proposal, [t if t in draws[:1] or t % 2 else d for t, d in zip(proposal.tokens, draws)] + draws[-1:]
-            )
+            taken = [d if d % 2 else t for d, t in zip(proposal.tokens, draws[:-1], strict=True)]
+            return sound(proposal, [*taken, draws[-1]])
 
         monkeypatch.setattr(judge_module, "walk", lenient)
 
@@ -362,7 +362,7 @@ def test_marginals_at_first_and_later_positions(
         engine = lab.engine(
             ToyModel(one, width), lambda v, b: [(v.tokens[-1] + i + v.key) % width for i in range(b)], max_batch=64
         )
-        ask = request([2], length=length, temperature=1.0, seed=31 + length, n=600, max_tokens=7)
+        ask = request([2], length=length, temperature=1.0, seed=31 + length, n=400, max_tokens=7)
         tokens = np.array([ran.tokens for ran in lab.run(engine, [ask])["r"]])
         law = np.eye(width)[2]
         for position in range(7):

@@ -49,9 +49,8 @@ def test_every_row_reads_its_own_prefix(parts: list, multiple: int, tiled: bool)
     built, wanted = [], []
     for slot, start, tokens, parents, want, prefill in parts:
         committed = [(7 * slot + i) % WIDTH for i in range(start)]
-        base = slot * cache.capacity
         rows = torch.tensor([[i, token] for i, token in enumerate(committed)], dtype=torch.float32)
-        cache.storage[0][base : base + start] = rows.view(-1, 2)
+        cache.write(0, torch.full((start,), slot), torch.arange(start), rows.view(-1, 2))
         built.append(Span(slot, start, tokens, parents, want, prefill))
         whole = prefixes(committed, tokens, parents)
         wanted.append({"all": whole, "last": whole[-1:], "none": []}[want])

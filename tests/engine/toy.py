@@ -84,11 +84,11 @@ class ToyModel:
 
     def forward(self, step: StepInputs, cache: KVCache, taps: Sequence[int] = ()) -> ForwardResult:
         total = len(step.token_ids)
-        real = list(range(len(step.cache_rows))) if step.real is None else step.real.tolist()
+        real = list(range(step.tokens)) if step.real is None else step.real.tolist()
         ids, positions = step.token_ids[real], step.positions[real]
         assert int(ids.min()) >= 0 and int(ids.max()) < self.vocab_width, f"ids {ids.tolist()} have no embedding"
         assert int(positions.max()) < self.max_positions, f"position {int(positions.max())} has no rotation"
-        cache.storage[0][step.cache_rows] = torch.stack([positions, ids], dim=1).float()
+        cache.write(0, step.cache_slots, step.cache_positions, torch.stack([positions, ids], dim=1).float())
         wanted = list(range(total)) if step.wanted is None else step.wanted.tolist()
         needed = set(real) & (set(range(total)) if taps else set(wanted))
         prefixes: dict[int, tuple[int, ...]] = {}

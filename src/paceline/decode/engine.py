@@ -418,7 +418,7 @@ class Engine:
                 sequence.stats.decode_s += whole
         if self._on_record is None:
             return
-        rows = len(inputs.cache_rows)
+        rows = inputs.tokens
         for sequence, outcome in zip(batch, outcomes, strict=True):
             self._on_record(
                 StepRecord(

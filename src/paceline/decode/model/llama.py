@@ -115,8 +115,8 @@ class LlamaDecoder:
         swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
         turned.mul_(turn[0]).addcmul_(swapped, turn[1])
         new_kv = qkv[:, width:]
-        new_kv = new_kv[: len(step.cache_rows)] if step.real is None else new_kv[step.real]
-        cache.storage[index].index_copy_(0, step.cache_rows, new_kv)
+        new_kv = new_kv[: step.tokens] if step.real is None else new_kv[step.real]
+        cache.write(index, step.cache_slots, step.cache_positions, new_kv)
         queries = qkv[:, :width]
         if len(step.groups) == 1 and step.groups[0].rows is None:
             mixed = self._attend(step.groups[0], queries, index, cache)
