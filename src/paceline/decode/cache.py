@@ -64,10 +64,10 @@ class KVCache:
         self._committed[slot] = 0
         self._free.append(slot)
 
-    def erase(self, slot: int) -> None:
-        """Zero a slot whose contents are not finite: a masked NaN would still poison the sum over values."""
+    def erase(self, slot: int, first: int = 0) -> None:
+        """Zero a slot from token `first` on, where it may not be finite: a masked NaN would still poison sums."""
         for layer in self.storage:
-            layer[:, slot].zero_()
+            layer[:, slot, :, first:].zero_()
 
     def committed(self, slot: int) -> int:
         return self._committed[slot]

@@ -171,7 +171,7 @@ class Engine:
 
     def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
         """One proposal per sequence, empty for those in prefill and where no draft fits the room left."""
-        decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE]
+        decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE and not s.undrafted]
         if self.drafters.cost is not None:
             self.drafters.cost.batch = max(len(decoding), 1)
         proposals = [_NOTHING] * len(batch)
@@ -242,8 +242,8 @@ class Engine:
         assert sequence.slot is not None
         if outcome.failure is not None:
             transaction.commit(sequence.slot, ())
-            self.cache.erase(sequence.slot)
-            return self._fail(sequence, outcome.failure)
+            return self._give_up(sequence, outcome)
+        sequence.undrafted = False
         if outcome.verdict is None:
             transaction.commit(sequence.slot, range(len(span.tokens)))
             outcome.kept = range(len(span.tokens))
@@ -254,6 +254,17 @@ class Engine:
         transaction.commit(sequence.slot, outcome.kept)
         sequence.phase = Phase.DECODE if sequence.stop.finish_reason is None else Phase.FINISHED
         return delta
+
+    def _give_up(self, sequence: Sequence, outcome: _Outcome) -> Delta | None:
+        """Fail the sequence; but drafts may lead where plain decoding never goes, so first try without them."""
+        assert sequence.slot is not None and outcome.failure is not None
+        if len(outcome.proposal):
+            self.cache.erase(sequence.slot, self.cache.committed(sequence.slot))
+            sequence.undrafted = True
+            self._count(sequence, outcome)
+            return None
+        self.cache.erase(sequence.slot)
+        return self._fail(sequence, outcome.failure)
 
     def _emit(self, sequence: Sequence, outcome: _Outcome) -> Delta:
         assert outcome.verdict is not None and outcome.logits is not None

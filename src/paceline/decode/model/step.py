@@ -181,7 +181,7 @@ def build_inputs(
         cache_positions=torch.tensor(layout.cache_positions, device=device),
         pieces=tuple(pieces),
         groups=tuple(
-            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, total)
+            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, total if len(members) == 1 else None)
             for m in members
         ),
         wanted=None if all_rows else torch.tensor(wanted, device=device),
@@ -248,7 +248,7 @@ def _group(
     rows_of: Sequence[tuple[int, int]],
     geometry: Geometry,
     policy: RowPolicy,
-    total_rows: int,
+    total_rows: int | None,  # of the pass, where this group is all of it
 ) -> AttentionGroup:
     low, high = spans[0].slot, spans[-1].slot + 1
     width = max(_round_up(len(s.tokens), policy.multiple) for s in spans)
