@@ -111,11 +111,15 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         draft: DraftSettings | Seq[DraftSettings] | None = None,
+        tenant: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or token ids); outputs in the order of the prompts."""
+        """Continue prompts (text, or token ids); outputs in the order of the prompts.
+
+        Drafters learn from finished outputs of the same `tenant` only.
+        """
         many = _as_prompts(prompts)
         requests = [
-            self._request(prompt, p, d)
+            self._request(prompt, p, d, tenant)
             for prompt, p, d in zip(
                 many,
                 _spread("params", params or SamplingParams(), len(many)),
@@ -131,9 +135,10 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         draft: DraftSettings | None = None,
+        tenant: str = "",
     ) -> RequestOutput:
         """Answer a conversation by the model's own chat template."""
-        return self.generate([self._chat_ids(messages)], params, draft=draft)[0]
+        return self.generate([self._chat_ids(messages)], params, draft=draft, tenant=tenant)[0]
 
     def stream(
         self,
@@ -141,11 +146,13 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         draft: DraftSettings | None = None,
+        tenant: str = "",
     ) -> TokenStream:
         """Deltas of one prompt or conversation as they become certain; closing the stream cancels the request."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             prompt = self._chat_ids(cast(Messages, prompt))
-        request = self._request(cast(Prompt, prompt), params or SamplingParams(), draft or self.defaults)
+        settings = draft or self.defaults
+        request = self._request(cast(Prompt, prompt), params or SamplingParams(), settings, tenant)
         return TokenStream(self.engine, request)
 
     def close(self) -> None:
@@ -165,9 +172,11 @@ class LLM:
             raise UsageError("this model comes without a tokenizer; give token ids instead of messages")
         return self.tokenizer.encode_chat(messages)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, draft: DraftSettings) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, draft: DraftSettings, tenant: str
+    ) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft)
+        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft, tenant)
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: as they stand alone and as they follow a space."""
