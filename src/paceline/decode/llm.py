@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from paceline.core.output import Completion, Delta, RequestOutput
-from paceline.core.records import TraceWriter
+from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import build_drafters, parse_drafts
 from paceline.decode.engine import Engine, EngineOptions
@@ -44,6 +44,7 @@ class LLM:
     max_batch     sequences decoded together
     deterministic rows independent in passes of any size, at some cost in large batches
     trace         file for one record per sequence and round
+    on_record     receives the same records as they are made
 
     Raises UsageError (and its kinds) with a sentence for whatever does not fit.
     """
@@ -63,6 +64,7 @@ class LLM:
         max_batch: int = 8,
         deterministic: bool = False,
         trace: Path | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         began = time.perf_counter()
@@ -98,7 +100,7 @@ class LLM:
             drafters=self.draft_set,
             options=options,
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
-            on_record=None if self.trace is None else self.trace.write,
+            on_record=_to_both(None if self.trace is None else self.trace.write, on_record),
         )
         self._ids = count()
         self.load_s = time.perf_counter() - began
@@ -314,6 +316,19 @@ def _pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("device", name, "cpu", "This PyTorch sees no CUDA device.")
     return device
+
+
+def _to_both(
+    first: Callable[[StepRecord], None] | None, second: Callable[[StepRecord], None] | None
+) -> Callable[[StepRecord], None] | None:
+    if first is None or second is None:
+        return first or second
+
+    def both(record: StepRecord) -> None:
+        first(record)
+        second(record)
+
+    return both
 
 
 def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
