@@ -8,8 +8,8 @@ The rule, on the token ids of one output without the token that ends it. An outp
 
 The bounds were set against written texts under a vocabulary of 152k tokens, the first 256 tokens of each: of
 1,383 answers, functions, tests and code-repair prompts, one ended in such a period (a table of 58 tokens) and
-one had fewer than 35 % distinct 4-grams (32 %, the tests of a function); repaired code, the most repetitive of
-the answers, stayed above 41 %.
+one had fewer than 35 % distinct 4-grams (32 %, the tests of a function); repaired code, the most repetitive
+of the answers, stayed above 41 %.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LoopRule:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Why an output loops: `period` tokens repeated over its last `tokens`; without a period, too few distinct
-    n-grams among all of its `tokens`."""
+    """Why an output loops: `period` tokens repeated over its last `tokens`; where `period` is None, too few
+    distinct n-grams among all of its `tokens`."""
 
     tokens: int
     period: int | None = None
