@@ -63,8 +63,8 @@ class Sample:
     first_s     from the call to the first token
     decode_s    from the first token to the last
     rounds ...  counters of the engine (`DecodeStats`), 0 for arms that have none
-    target_s, draft_s, other_s   seconds of the decode rounds in target passes, spent drafting, elsewhere; None
-                for arms that do not say
+    target_s, draft_s, other_s   seconds of the decode rounds in target passes, spent drafting, elsewhere;
+                None for arms that do not say
     """
 
     prompt_tokens: int
@@ -127,9 +127,10 @@ def run_paired(
 
 
 def arm_order(names: Sequence[str], prompt: int, round: int) -> list[str]:
-    """The arms turned by one with every prompt and round, and backwards in odd rounds: each comes first, and
-    behind each of its neighbours, equally often."""
-    turned = [names[(i + prompt + round) % len(names)] for i in range(len(names))]
+    """The arms forwards in even rounds and backwards in odd ones, turned by one with every prompt and pair of
+    rounds: each comes first, and behind each of its neighbours, about equally often."""
+    turn = prompt + round // 2
+    turned = [names[(i + turn) % len(names)] for i in range(len(names))]
     return turned[::-1] if round % 2 else turned
 
 
@@ -206,7 +207,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def bootstrap_interval(
     values: Sequence[float], seed: int, *, level: float = 0.95, resamples: int = 4000
 ) -> tuple[float, float]:
-    """Percentile bootstrap of the geometric mean: the values drawn anew with replacement, `resamples` times."""
+    """Percentile bootstrap of the geometric mean over `resamples` draws with replacement."""
     generator = random.Random(seed)
     logs = [math.log(v) for v in values]
     means = sorted(math.fsum(generator.choices(logs, k=len(logs))) / len(logs) for _ in range(resamples))

@@ -1,8 +1,8 @@
 """A results file that a run can be cut off from and go on with: JSON lines, the first one says what was run.
 
-Every result is a line, written and flushed as soon as it is known. Opened again, what is there is read and the
-rest is appended; a last line that was cut off is dropped. Raises UsageError where the file belongs to another
-run, is no such file, or cannot be written.
+Every result is a line, written and flushed as soon as it is known. Opened again, what is there is read and
+the rest is appended; a last line that was cut off is dropped. Raises UsageError where the file belongs to
+another run, is no such file, or cannot be written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from paceline.errors import UsageError
 
@@ -43,6 +43,12 @@ class ResultFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _write(self, value: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
