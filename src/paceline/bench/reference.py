@@ -37,7 +37,7 @@ class TopLogits:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """token_ids, the seconds after the call at which each of them came, and, where asked for, `top` by token."""
+    """token_ids, the seconds after the call at which each came, and, where asked for, `top` by token."""
 
     token_ids: tuple[int, ...]
     times_s: tuple[float, ...]
