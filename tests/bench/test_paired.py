@@ -125,6 +125,9 @@ def test_a_planted_ratio_is_found_whatever_the_drift(ratio: float, drift: list[f
     runs.append(run("0", "arm", len(drift), 1e-6))  # a round without its partner does not count
     assert prompt_ratios(runs, "arm", "base") == {("a", "0"): pytest.approx(ratio)}
     found = paired_ratio(runs, "arm", "base")
+    assert (found.mean, found.low, found.high) == (pytest.approx(ratio), None, None)
+    runs += [Run(RunKey("a", "1", r.key.arm, r.key.round), r.sample) for r in runs]
+    found = paired_ratio(runs, "arm", "base")
     assert (found.mean, found.low, found.high) == tuple(pytest.approx(ratio) for _ in range(3))
 
 

@@ -46,7 +46,7 @@ def test_ratios_by_kind_and_over_the_mix() -> None:
     lines = ratio_table(two_kinds(), {"auto": "plain"}).splitlines()
     assert lines[0].startswith("| kind | prompts | outputs that loop | auto / plain |")
     assert lines[2] == "| chat | 2 | 0 % | 2.00 (2.00 to 2.00) | 0.50 (0.50 to 0.50) |"
-    assert lines[3].startswith("| code | 1 | 0 % | 8.00")
+    assert lines[3].startswith("| code | 1 | 0 % | 8.00 | 0.50 |")
     assert lines[4].startswith("| mix | 3 | 0 % | 3.17")  # (2 * 2 * 8) ** (1/3)
 
 

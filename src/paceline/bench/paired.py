@@ -145,7 +145,7 @@ def tenant(key: RunKey, pool: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Geometric mean over `prompts` prompts with its 95 % interval; all None where there are none."""
+    """Geometric mean over `prompts` prompts with its 95 % interval, which takes two prompts; else None."""
 
     prompts: int
     mean: float | None
@@ -196,7 +196,7 @@ def paired_ratio(
     if not ratios:
         return Ratio(0, None, None, None)
     values = [ratios[key] for key in sorted(ratios)]
-    low, high = bootstrap_interval(values, seed)
+    low, high = bootstrap_interval(values, seed) if len(values) > 1 else (None, None)
     return Ratio(len(values), geometric_mean(values), low, high)
 
 

@@ -1,12 +1,11 @@
 """Paired runs as tables: ratios by kind and over the mix, with and without the prompts whose outputs loop.
 
-A prompt counts as looping where any arm's output in any round loops (see `loops.py`): arms are compared on the
-same prompts, so it leaves for all of them. Everything here is pure; tables are Markdown.
+A prompt counts as looping where any arm's output in any round loops (see `loops.py`): arms are compared on
+the same prompts, so it leaves for all of them. Everything here is pure; tables are Markdown.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -187,10 +186,10 @@ def _by_kind(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def _ratio(ratio: Ratio) -> str:
-    if ratio.mean is None or ratio.low is None or ratio.high is None:
+    if ratio.mean is None:
         return ""
-    assert math.isfinite(ratio.mean), f"a ratio of {ratio.mean}"
-    return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    interval = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.mean:.2f}{interval}"
 
 
 def _percent(share: float, digits: int = 0) -> str:
