@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from paceline.core.output import Completion, Delta, RequestOutput
-from paceline.core.records import TraceWriter
+from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import build_drafters, parse_drafts
 from paceline.decode.engine import Engine, EngineOptions
@@ -44,6 +44,7 @@ class LLM:
     max_batch     sequences decoded together
     deterministic rows independent in passes of any size, at some cost in large batches
     trace         file for one record per sequence and round
+    on_record     receives the same records as they are made
 
     Raises UsageError (and its kinds) with a sentence for whatever does not fit.
     """
@@ -63,6 +64,7 @@ class LLM:
         max_batch: int = 8,
         deterministic: bool = False,
         trace: Path | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         began = time.perf_counter()
@@ -98,7 +100,7 @@ class LLM:
             drafters=self.draft_set,
             options=options,
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
-            on_record=None if self.trace is None else self.trace.write,
+            on_record=_to_both(None if self.trace is None else self.trace.write, on_record),
         )
         self._ids = count()
         self.load_s = time.perf_counter() - began
@@ -111,11 +113,15 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         draft: DraftSettings | Seq[DraftSettings] | None = None,
+        tenant: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or token ids); outputs in the order of the prompts."""
+        """Continue prompts (text, or token ids); outputs in the order of the prompts.
+
+        Drafters learn from finished outputs of the same `tenant` only.
+        """
         many = _as_prompts(prompts)
         requests = [
-            self._request(prompt, p, d)
+            self._request(prompt, p, d, tenant)
             for prompt, p, d in zip(
                 many,
                 _spread("params", params or SamplingParams(), len(many)),
@@ -131,9 +137,10 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         draft: DraftSettings | None = None,
+        tenant: str = "",
     ) -> RequestOutput:
         """Answer a conversation by the model's own chat template."""
-        return self.generate([self._chat_ids(messages)], params, draft=draft)[0]
+        return self.generate([self._chat_ids(messages)], params, draft=draft, tenant=tenant)[0]
 
     def stream(
         self,
@@ -141,11 +148,13 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         draft: DraftSettings | None = None,
+        tenant: str = "",
     ) -> TokenStream:
         """Deltas of one prompt or conversation as they become certain; closing the stream cancels the request."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             prompt = self._chat_ids(cast(Messages, prompt))
-        request = self._request(cast(Prompt, prompt), params or SamplingParams(), draft or self.defaults)
+        settings = draft or self.defaults
+        request = self._request(cast(Prompt, prompt), params or SamplingParams(), settings, tenant)
         return TokenStream(self.engine, request)
 
     def close(self) -> None:
@@ -165,9 +174,11 @@ class LLM:
             raise UsageError("this model comes without a tokenizer; give token ids instead of messages")
         return self.tokenizer.encode_chat(messages)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, draft: DraftSettings) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, draft: DraftSettings, tenant: str
+    ) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft)
+        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft, tenant)
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: as they stand alone and as they follow a space."""
@@ -305,6 +316,19 @@ def _pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("device", name, "cpu", "This PyTorch sees no CUDA device.")
     return device
+
+
+def _to_both(
+    first: Callable[[StepRecord], None] | None, second: Callable[[StepRecord], None] | None
+) -> Callable[[StepRecord], None] | None:
+    if first is None or second is None:
+        return first or second
+
+    def both(record: StepRecord) -> None:
+        first(record)
+        second(record)
+
+    return both
 
 
 def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
