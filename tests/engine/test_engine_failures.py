@@ -70,7 +70,38 @@ def test_a_drafted_token_whose_numbers_are_not_finite(lab: Lab, temperature: flo
     results = lab.run(lab.engine(target, drafts), [ask, beside])
     assert results["r"][0].tokens == plain.tokens and results["r"][0].reason == "length"
     assert results["beside"][0].reason == "length"
-    assert any(r.kind == "verify" and r.emitted == 0 for r in lab.records), "no block failed"
+    own = [r for r in lab.records if r.request == "r"]
+    failed = [i for i, r in enumerate(own) if r.kind == "verify" and r.emitted == 0]
+    assert len(failed) > 2, "drafting goes on after a block that failed"
+    assert all(own[i + 1].kind == "plain" and own[i + 1].emitted == 1 for i in failed)
+    assert results["r"][0].sequence.stats.draft_rounds == len(failed) + sum(r.emitted > 0 for r in own if r.proposed)
+
+
+def test_what_a_failed_request_wrote_is_gone(lab: Lab) -> None:
+    """The next sequence in its slot reads none of it, and its longer neighbour's keys do not bring it back."""
+    target, bad = copy(tiny_decoder()), 7
+    target.embedding = target.embedding.clone()
+    target.embedding[bad] = float("nan")
+    ask = request([5, 6], draft="none", max_tokens=8, bad_words=((bad,),))
+    plain = lab.one(lab.engine(target, max_batch=1), ask)
+    engine = lab.engine(target, max_batch=1)
+    broken = lab.one(engine, request([9] * 30 + [bad] * 5, draft="none"))
+    assert (broken.tokens, broken.reason) == ([], "error") and "NaN" in str(broken.sequence.error)
+    assert lab.one(engine, ask).tokens == plain.tokens
+
+
+def test_the_last_token_is_not_drafted(lab: Lab) -> None:
+    """Budgets leave room for the target's own token, by the cap and by the context."""
+    drafter = Scripted(lambda v, b: [1] * b)
+    engine = lab.engine(ToyModel(TARGET, WIDTH), drafter, max_context=30)
+    for prompt, cap in ((4, 6), (25, 20)):
+        drafter.budgets.clear()
+        ran = lab.one(engine, request([2] * prompt, max_tokens=cap))
+        said, rooms = 1, []
+        for delta in ran.deltas[1:]:
+            rooms.append(min(cap, 30 - prompt) - said - 1)
+            said += len(delta.token_ids)
+        assert drafter.budgets == [room for room in rooms if room > 0]
 
 
 @pytest.mark.parametrize("context", [512, 40])
