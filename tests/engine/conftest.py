@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 _TESTS = Path(__file__).parents[1]
 for _folder in (_TESTS, _TESTS / "verify", _TESTS / "drafters", _TESTS / "engine"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on several threads, and the more so beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

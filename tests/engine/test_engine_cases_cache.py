@@ -380,7 +380,7 @@ def test_sd_26_vocabularies_padded_differently(
 ) -> None:
     """98 real ids, large logits in the padding. The fault takes the target's width for its vocabulary.
 
-    800 answers of two tokens: a false alarm in each of the two laws has a chance below 1e-4. The third pair: a
+    500 answers of two tokens: a false alarm in each of the two laws has a chance below 1e-4. The third pair: a
     draft that lacks ids the target has.
     """
     real = 98
@@ -403,7 +403,7 @@ def test_sd_26_vocabularies_padded_differently(
             vocab_size=target_width if fault else real,
             max_batch=64,
         )
-        n = (50 if fault else 800) if temperature else 2
+        n = (50 if fault else 500) if temperature else 2
         ask = request([5], length=1, temperature=temperature, seed=1, n=n, max_tokens=3)
         tokens = np.array([ran.tokens for ran in lab.run(engine, [ask])["r"]])
         assert tokens.max() < real, "padding was emitted"

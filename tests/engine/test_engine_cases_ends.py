@@ -258,10 +258,10 @@ class CountsMatches(Engine):
     """SD-30's fault: every match counts, emitted or not."""
 
     def _count(self, sequence: Any, outcome: Any) -> None:
-        if outcome.verdict is not None and not outcome.prefill:
-            outcome.accepted = len(outcome.verdict.path)
-            outcome.emitted = outcome.accepted + 1
+        emitted, outcome.emitted = outcome.emitted, len(outcome.verdict.path) + 1
+        accepted, outcome.accepted = outcome.accepted, len(outcome.verdict.path)
         super()._count(sequence, outcome)
+        outcome.emitted, outcome.accepted = emitted, accepted
 
 
 @FAULTS

@@ -340,7 +340,7 @@ def test_sd_28_logprobs_of_accepted_drafts(
 def test_marginals_at_first_and_later_positions(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, length: int, fault: bool
 ) -> None:
-    """The law of each of seven output positions, exact for a target that looks at one token, over 400 choices.
+    """The law of each of seven output positions, exact for a target that looks at one token, over 300 choices.
 
     Blocks begin at every position, since drafts are right about half the time. 7 positions and 5 lengths: some
     false alarm in 35 tests had a chance below 0.4 %. The fault takes every draft of an
@@ -362,14 +362,14 @@ def test_marginals_at_first_and_later_positions(
         engine = lab.engine(
             ToyModel(one, width), lambda v, b: [(v.tokens[-1] + i + v.key) % width for i in range(b)], max_batch=64
         )
-        ask = request([2], length=length, temperature=1.0, seed=31 + length, n=400, max_tokens=7)
+        ask = request([2], length=length, temperature=1.0, seed=31 + length, n=100 if fault else 300, max_tokens=7)
         tokens = np.array([ran.tokens for ran in lab.run(engine, [ask])["r"]])
         law = np.eye(width)[2]
         for position in range(7):
             law = law @ step
             assert_law(np.bincount(tokens[:, position], minlength=width), law)
         accepted = sum(r.accepted for r in lab.records)
-        assert accepted > 100
+        assert accepted > 50
 
     lab.judge(fault, check)
 

@@ -164,7 +164,7 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
     return made
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=some_requests(),
     arrivals=st.lists(st.integers(0, 12), min_size=5, max_size=5),

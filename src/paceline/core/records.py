@@ -87,6 +87,8 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Iterator[StepRecord]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"the trace {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path} is not UTF-8 text; give a trace written with --trace") from error
     header = _parse(path, 1, lines[0] if lines else "")
     if header.get("schema") != SCHEMA:
         raise ModelFormatError(f"{path} has schema {header.get('schema')!r}; this version reads {SCHEMA!r}")

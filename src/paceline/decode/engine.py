@@ -27,7 +27,8 @@ from paceline.core.proposal import Proposal, Verdict
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
 from paceline.decode.draft.base import Drafter, SequenceView
-from paceline.decode.draft.build import DrafterSet
+from paceline.decode.draft.build import DrafterSet, check_needs
+from paceline.decode.draft.cut import first_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
@@ -87,6 +88,7 @@ class Engine:
             drafters = DrafterSet(dict(drafters or {}), {}, "none")
         self.drafters = drafters
         self.cache = model.new_cache(self.options.max_batch, self.options.max_context)
+        check_needs({**drafters.drafters, **drafters.choosers}, self.cache.layers, new_pieces is not None)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -184,8 +186,13 @@ class Engine:
             for (i, budget), proposal in zip(asked, made, strict=True):
                 deepest = max(proposal.depths(), default=0)
                 assert deepest <= budget, f"{drafter.name} drafted {deepest} of at most {budget} tokens"
-                proposals[i] = proposal
+                proposals[i] = first_nodes(proposal, self._free_rows(batch[i]) - 1)
         return proposals
+
+    def _free_rows(self, sequence: Sequence) -> int:
+        """Rows a pass may write for this sequence; a tree can have more nodes than the cache has room for."""
+        assert sequence.slot is not None
+        return self.cache.capacity - self.cache.committed(sequence.slot)
 
     def _budget(self, sequence: Sequence) -> int:
         """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
@@ -447,8 +454,9 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
-        if (worst := max(request.prompt)) >= self.vocab_size or min(request.prompt) < 0:
-            raise InvalidParameter("prompt token id", worst, f"ids from 0 to {self.vocab_size - 1}")
+        wrong = [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise InvalidParameter("prompt token id", wrong[0], f"ids from 0 to {self.vocab_size - 1}")
         if len(request.prompt) >= self.options.max_context:
             raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens; the context holds {self.options.max_context} "

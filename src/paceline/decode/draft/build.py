@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.decode.draft.auto import AutoDrafter, Candidate
@@ -14,7 +14,7 @@ from paceline.decode.model.checkpoint import Checkpoint
 from paceline.decode.pass_cost import PassCost, time_passes
 from paceline.errors import UsageError
 
-__all__ = ["DrafterSet", "build_drafters", "parse_drafts"]
+__all__ = ["DrafterSet", "build_drafters", "check_needs", "parse_drafts"]
 
 
 @dataclass(slots=True)
@@ -29,6 +29,19 @@ class DrafterSet:
     choosers: dict[str, Drafter]
     default: str
     cost: PassCost | None = None
+
+
+def check_needs(drafters: Mapping[str, Drafter], layers: int, text: bool) -> None:
+    """Raises UsageError where a drafter wants what a target of so many layers, with or without text, cannot give."""
+    for name, drafter in drafters.items():
+        for layer in drafter.needs.hidden_layers:
+            if not -1 <= layer < layers:
+                raise UsageError(
+                    f"the drafter {name} needs the hidden states of layer {layer}; this model has layers "
+                    f"0 to {layers - 1}, or -1 after the final norm. Use the drafter made for it."
+                )
+        if drafter.needs.tokenizer and not text:
+            raise UsageError(f"the drafter {name} needs token text, and this model has no tokenizer; use another")
 
 
 def parse_drafts(texts: Sequence[str]) -> list[DraftSpec]:

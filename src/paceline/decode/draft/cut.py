@@ -1,10 +1,10 @@
-"""A proposal made shorter."""
+"""A proposal made shorter, or smaller."""
 
 from __future__ import annotations
 
 from paceline.core.proposal import Dense, Distribution, OneHot, Proposal, Sparse
 
-__all__ = ["cut"]
+__all__ = ["cut", "first_nodes"]
 
 
 def cut(proposal: Proposal, length: int) -> Proposal:
@@ -13,7 +13,15 @@ def cut(proposal: Proposal, length: int) -> Proposal:
     Safe under `coupled` and greedy verification whatever the length depends on; under `rejection` and `block`
     the length must not depend on the drafted tokens.
     """
-    kept = [node for node, depth in enumerate(proposal.depths()) if depth <= length]
+    return _keep(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
+
+
+def first_nodes(proposal: Proposal, count: int) -> Proposal:
+    """The first `count` nodes of `proposal`: still a tree, for parents come before their children."""
+    return _keep(proposal, list(range(min(count, len(proposal)))))
+
+
+def _keep(proposal: Proposal, kept: list[int]) -> Proposal:
     if len(kept) == len(proposal):
         return proposal
     if not kept:

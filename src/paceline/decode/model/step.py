@@ -169,6 +169,7 @@ def build_inputs(
     count = len(wanted)
     wanted += [0] * (-count % policy.multiple)
     total = len(layout.ids)
+    alone = total if len(members) == 1 else None
     all_rows = not prefill and wanted[:count] == list(range(count)) and len(wanted) == total
     device = geometry.device
     dense = layout.real[-1] == len(layout.real) - 1
@@ -181,7 +182,7 @@ def build_inputs(
         cache_positions=torch.tensor(layout.cache_positions, device=device),
         pieces=tuple(pieces),
         groups=tuple(
-            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, total if len(members) == 1 else None)
+            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, alone)
             for m in members
         ),
         wanted=None if all_rows else torch.tensor(wanted, device=device),
