@@ -6,8 +6,8 @@ Greedy and seeded sampling (temperature 0.8, top-p 0.9) of 48 prompts of spec_be
 tokens each. The base is plain decoding of 8 prompts at a time. Against it: every drafter (`model` is the
 target drafting for itself) at 7 drafts a round on all prompts; at 1, 3 and 15, and one prompt at a time, on
 every fourth; in float32 also the greedy texts of Transformers' `generate`, which may part only where its
-logits put our token less than 0.001 below its own. In bfloat16 everything goes one prompt at a time, in passes
-of up to 32 rows, or, with `--deterministic`, as in float32 (but for Transformers).
+logits put our token less than 0.001 below its own. In bfloat16 everything goes one prompt at a time, in
+passes of up to 32 rows, or, with `--deterministic`, as in float32 (but for Transformers).
 
 FILE has a line for every (temperature, arm, draft length, batch, prompt); started again with the same
 arguments the program goes on where it was. The table is Markdown on stdout, progress is on stderr. Exit code
