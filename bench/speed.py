@@ -276,6 +276,7 @@ def warm_up(arms: Mapping[str, Arm], prompt: WorkloadPrompt) -> None:
 def report(runs: Sequence[Run], names: Sequence[str]) -> None:
     """The tables of the arms in `names`, over all prompts and again without those that loop."""
     runs = [run for run in runs if run.key.arm in names]
+    names = [name for name in names if any(run.key.arm == name for run in runs)]
     if not runs:
         print("no results yet")
         return
