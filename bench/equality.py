@@ -6,8 +6,8 @@ Greedy and seeded sampling (temperature 0.8, top-p 0.9) of 48 prompts of spec_be
 tokens each. The base is plain decoding of 8 prompts at a time. Against it: every drafter (`model` is the
 target drafting for itself) at 7 drafts a round on all prompts; at 1, 3 and 15, and one prompt at a time, on
 every fourth; in float32 also the greedy texts of Transformers' `generate`, which may part only where its
-logits put our token less than 0.001 below its own. In bfloat16 everything goes one prompt at a time, in
-passes of up to 32 rows, or, with `--deterministic`, as in float32 (but for Transformers).
+logits put our token less than 0.001 below its own. In bfloat16 batches are as large as passes of up to 32
+rows allow, or, with `--deterministic`, as in float32 (but for Transformers).
 
 FILE has a line for every (temperature, arm, draft length, batch, prompt); started again with the same
 arguments the program goes on where it was. The table is Markdown on stdout, progress is on stderr. Exit code
@@ -52,7 +52,7 @@ from paceline.errors import RequestFailed, UsageError
 DRAFTERS = ("ngram", "suffix", "auto", "model")
 SELF_DRAFT = "model:target"
 TOP_P, SEED = 0.9, 1000
-CHUNK = 32  # prompts between two writes of a batched setting
+CHUNK = 32  # prompts between two writes where the batch is the engine's; a smaller one is given at once
 KEPT_LOGITS = 16  # of Transformers', best first, before every token
 
 
@@ -199,7 +199,8 @@ def run_ours(args: argparse.Namespace, work: Work) -> None:
     add_drafters(llm)
     for cell in [c for c in work.cells if c.arm != TRANSFORMERS]:
         base = base_of(cell, work.cells)
-        for names in chunks(work.missing(cell), 1 if cell.batch == 1 else CHUNK):
+        full = cell.batch == llm.engine.options.max_batch
+        for names in chunks(work.missing(cell), CHUNK if full else cell.batch):
             answers = generate(llm, work, cell, names, args.max_tokens)
             for name, answer in zip(names, answers, strict=True):
                 token_ids, stats = answer.token_ids, answer.stats

@@ -53,7 +53,7 @@ def test_settings_of_float32() -> None:
 
 def test_settings_of_few_rows_never_exceed_32() -> None:
     cells = equality_cells(DRAFTERS, [0.0], any_rows=False, transformers=False)
-    assert {c.batch for c in cells} == {1} and cells[0] == Cell(0.0, PLAIN, None, 1)
+    assert {c.batch for c in cells} == {1, 2, 4, 8} and cells[0] == Cell(0.0, PLAIN, None, 8)
     assert max(c.batch * (1 + (c.draft_length or 0)) for c in cells) == 32
 
 

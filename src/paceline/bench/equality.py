@@ -36,7 +36,7 @@ PLAIN, TRANSFORMERS = "plain", "transformers"
 TIE = 1e-3  # in logits
 _LENGTH = 7
 _LENGTHS_ON_FEW = (1, 3, 15)
-_MOST_DRAFTS_ALONE = 31  # 32 rows with the last committed token
+_MOST_ROWS = 32
 _BATCH = 8
 
 
@@ -68,21 +68,23 @@ def equality_cells(
 ) -> list[Cell]:
     """Every setting to compare, the base of each temperature first.
 
-    any_rows       passes of any number of rows must agree; else those of one sequence and at most 32 rows
+    any_rows       passes of any number of rows must agree; else batches are as large as `_MOST_ROWS` rows allow
     transformers   greedy texts are held against Transformers' too
     """
+
+    def batch(length: int) -> int:
+        return _BATCH if any_rows else max(1, min(_BATCH, _MOST_ROWS // (1 + length)))
+
     cells: list[Cell] = []
     for temperature in temperatures:
-        batch = _BATCH if any_rows else 1
-        cells.append(Cell(temperature, PLAIN, None, batch))
+        cells.append(Cell(temperature, PLAIN, None, _BATCH))
         if transformers and temperature == 0.0:
             cells.append(Cell(temperature, TRANSFORMERS, None, 1))
-        cells += [Cell(temperature, name, _LENGTH, batch) for name in drafters]
-        if any_rows:
-            cells.append(Cell(temperature, PLAIN, None, 1, few=True))
-            cells += [Cell(temperature, name, _LENGTH, 1, few=True) for name in drafters]
-        lengths = _LENGTHS_ON_FEW if any_rows else (*_LENGTHS_ON_FEW, _MOST_DRAFTS_ALONE)
-        cells += [Cell(temperature, name, d, batch, few=True) for d in lengths for name in drafters]
+        cells += [Cell(temperature, name, _LENGTH, batch(_LENGTH)) for name in drafters]
+        cells.append(Cell(temperature, PLAIN, None, 1, few=True))
+        cells += [Cell(temperature, name, _LENGTH, 1, few=True) for name in drafters]
+        lengths = _LENGTHS_ON_FEW if any_rows else (*_LENGTHS_ON_FEW, _MOST_ROWS - 1)
+        cells += [Cell(temperature, name, d, batch(d), few=True) for d in lengths for name in drafters]
     return cells
 
 

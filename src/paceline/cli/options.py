@@ -15,12 +15,26 @@ if TYPE_CHECKING:
     from paceline.core.output import Completion
     from paceline.decode.llm import LLM
 
-__all__ = ["add_engine_options", "add_sampling_options", "build_llm", "build_params", "say", "speed_line"]
+__all__ = [
+    "add_engine_options",
+    "add_sampling_options",
+    "build_llm",
+    "build_params",
+    "require_engine",
+    "say",
+    "speed_line",
+]
 
 
 def say(text: str) -> None:
     """Words for the person, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def show_progress(text: str) -> None:
+    """A line that the next one overwrites on a terminal; nothing where stderr is a file or a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<78.78}", end="", file=sys.stderr, flush=True)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +129,13 @@ def build_llm(args: argparse.Namespace, max_batch: int = 1) -> LLM:
         max_batch=max_batch,
         deterministic=args.deterministic,
         trace=args.trace,
-        progress=say,
+        progress=show_progress,
     )
     dtype = str(llm.dtype).removeprefix("torch.")
-    say(f"{args.model}: {dtype} on {llm.device}, loaded in {llm.load_s:.1f} s; drafter: {llm.defaults.drafter}")
+    if sys.stderr.isatty():
+        print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
+    picked = f"{dtype} on {llm.device}, loaded in {llm.load_s:.1f} s"
+    say(f"{args.model}: {picked}; drafter: {llm.defaults.drafter}")
     return llm
 
 

@@ -33,7 +33,8 @@ class StepRecord:
     drafter           who proposed; "none" where nobody did
     proposed          draft tokens on the longest path
     accepted          drafts kept and emitted
-    emitted           tokens emitted: accepted plus the target's own (0 or 1)
+    emitted           tokens emitted: accepted plus the target's own (0 or 1); 0 in the middle of a prompt, and
+                      where a block failed and is tried again without drafts
     confidence        the drafter's own acceptance estimates by position, where it has them
     draft_s, verify_s, other_s   seconds of the whole round spent drafting, in the target pass, elsewhere
     """

@@ -98,8 +98,8 @@ class SamplingParams:
             put("allowed_token_ids", tuple(self.allowed_token_ids))
 
     def _check_tokens(self) -> None:
-        for name, bias in self.logit_bias.items():
-            _real(f"logit_bias[{name}]", bias, -100.0, 100.0, "a number from -100 to 100")
+        for token, bias in self.logit_bias.items():
+            _real(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number from -100 to 100")
         ids = [*self.stop_token_ids, *self.logit_bias, *(self.allowed_token_ids or ())]
         ids += [i for word in self.bad_words if not isinstance(word, str) for i in word]
         for token in ids:
@@ -127,20 +127,15 @@ class SamplingParams:
 def _real(
     name: str, value: object, low: float, high: float | None, allowed: str, open_low: bool = False
 ) -> None:
-    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if good:
-        assert isinstance(value, Real)
-        good = (value > low if open_low else value >= low) and (high is None or value <= high)
-    if not good:
-        raise InvalidParameter(name, value, allowed)
+    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if (number > low if open_low else number >= low) and (high is None or number <= high):
+            return
+    raise InvalidParameter(name, value, allowed)
 
 
 def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    good = isinstance(value, Integral) and not isinstance(value, bool)
-    if good:
-        assert isinstance(value, Integral)
-        good = value >= low and (high is None or value <= high)
-    if not good:
-        raise InvalidParameter(
-            name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else "")
-        )
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if isinstance(value, Integral) and whole and int(value) >= low and (high is None or int(value) <= high):
+        return
+    raise InvalidParameter(name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else ""))

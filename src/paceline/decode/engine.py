@@ -171,7 +171,7 @@ class Engine:
 
     def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
         """One proposal per sequence, empty for those in prefill and where no draft fits the room left."""
-        decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE]
+        decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE and not s.undrafted]
         if self.drafters.cost is not None:
             self.drafters.cost.batch = max(len(decoding), 1)
         proposals = [_NOTHING] * len(batch)
@@ -222,7 +222,10 @@ class Engine:
             [inputs.logits_of[i] for i in judged],
             self.vocab_size,
         )
-        outcomes = [_Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens)) for s, p in zip(batch, proposals, strict=True)]
+        outcomes = [
+            _Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens))
+            for s, p in zip(batch, proposals, strict=True)
+        ]
         for i, verdict in zip(judged, verdicts, strict=True):
             first, rows = inputs.logits_of[i]
             outcomes[i].logits = result.logits[first : first + rows]
@@ -239,8 +242,8 @@ class Engine:
         assert sequence.slot is not None
         if outcome.failure is not None:
             transaction.commit(sequence.slot, ())
-            self.cache.erase(sequence.slot)
-            return self._fail(sequence, outcome.failure)
+            return self._give_up(sequence, outcome)
+        sequence.undrafted = False
         if outcome.verdict is None:
             transaction.commit(sequence.slot, range(len(span.tokens)))
             outcome.kept = range(len(span.tokens))
@@ -251,6 +254,17 @@ class Engine:
         transaction.commit(sequence.slot, outcome.kept)
         sequence.phase = Phase.DECODE if sequence.stop.finish_reason is None else Phase.FINISHED
         return delta
+
+    def _give_up(self, sequence: Sequence, outcome: _Outcome) -> Delta | None:
+        """Fail the sequence; but drafts may lead where plain decoding never goes, so first try without them."""
+        assert sequence.slot is not None and outcome.failure is not None
+        if len(outcome.proposal):
+            self.cache.erase(sequence.slot, self.cache.committed(sequence.slot))
+            sequence.undrafted = True
+            self._count(sequence, outcome)
+            return None
+        self.cache.erase(sequence.slot)
+        return self._fail(sequence, outcome.failure)
 
     def _emit(self, sequence: Sequence, outcome: _Outcome) -> Delta:
         assert outcome.verdict is not None and outcome.logits is not None
@@ -404,7 +418,7 @@ class Engine:
                 sequence.stats.decode_s += whole
         if self._on_record is None:
             return
-        rows = len(inputs.cache_rows)
+        rows = inputs.tokens
         for sequence, outcome in zip(batch, outcomes, strict=True):
             self._on_record(
                 StepRecord(

@@ -53,6 +53,7 @@ class Sequence:
     view       what drafters see; `view.tokens` are the committed tokens
     limit      total tokens (prompt and output) at most
     slot       cache slot while running
+    undrafted  the last block failed as a whole: the next round goes without drafts, to see whether they were why
     """
 
     request: Request
@@ -69,6 +70,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     cancelled: bool = False
+    undrafted: bool = False
 
     @property
     def tokens(self) -> list[int]:

@@ -5,7 +5,7 @@ one pass. What it wrote for its own drafts is kept as far as it turns out to be 
 the target's noise at the same absolute positions (`coupled`; at temperature 0 that is the argmax), under all
 sampling options of the request and the prefix at that very position.
 
-Past its own maximum length it proposes nothing, for that sequence alone.
+Past its own maximum length, or after a token it has no embedding for, it proposes nothing, for that sequence alone.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class ModelDrafter:
     def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
         growing = []
         for view, budget in zip(views, budgets, strict=True):
+            state = self._states[view.key]
             room = self.max_positions - len(view.tokens)
-            growing.append(_Growing(view, min(budget, room), self._states[view.key]))
+            growing.append(_Growing(view, min(budget, room) if self._can_read(view, state) else 0, state))
         active = [g for g in growing if g.budget > 0]
         logits = self._catch_up(active)
         while active:
@@ -102,6 +103,10 @@ class ModelDrafter:
             if active:
                 logits = self._pass([(g, [g.drafts[-1]]) for g in active])
         return [self._proposal(g) for g in growing]
+
+    def _can_read(self, view: SequenceView, state: _State) -> bool:
+        """Whether the draft has an embedding for every token it has yet to see."""
+        return max(view.tokens[_shared_length(state.written, view.tokens) :], default=0) < self.model.vocab_width
 
     def _catch_up(self, active: list[_Growing]) -> Tensor:
         """Run what each sequence has committed and the draft has not seen; logits after the last token."""

@@ -12,7 +12,7 @@ from paceline.errors import UnsupportedModel
 
 __all__ = ["FAMILIES", "check_family", "one_line", "refuse_architecture"]
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite"})
+FAMILIES = frozenset({"llama", "qwen2"})
 
 # Names as Transformers (`model_type`) and as GGUF (`general.architecture`) have them.
 _RECURRENT = frozenset(
@@ -48,8 +48,6 @@ def check_family(config: Any, where: str) -> None:
     if config.model_type not in FAMILIES:
         refuse_architecture(config.model_type, where, sorted(FAMILIES))
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(config, "sliding_window", None) is not None and kinds == {"full_attention"}:
-        kinds = {"sliding_attention"} if config.model_type == "mistral" else kinds
     if kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"}))
         raise UnsupportedModel(f"{where} has {others} layers; only full attention is supported.")

@@ -115,8 +115,8 @@ class LlamaDecoder:
         swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
         turned.mul_(turn[0]).addcmul_(swapped, turn[1])
         new_kv = qkv[:, width:]
-        new_kv = new_kv[: len(step.cache_rows)] if step.real is None else new_kv[step.real]
-        cache.storage[index].index_copy_(0, step.cache_rows, new_kv)
+        new_kv = new_kv[: step.tokens] if step.real is None else new_kv[step.real]
+        cache.write(index, step.cache_slots, step.cache_positions, new_kv)
         queries = qkv[:, :width]
         if len(step.groups) == 1 and step.groups[0].rows is None:
             mixed = self._attend(step.groups[0], queries, index, cache)
@@ -182,9 +182,11 @@ def _refuse_unknown(config: Any) -> None:
         raise UnsupportedModel(f"model type {config.model_type!r} is not a Llama or Qwen2 decoder")
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"activation {config.hidden_act!r} is not supported; only silu is")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3", "yarn"):
-        raise UnsupportedModel(f"rotary scaling {rope!r} depends on the length of the text, which comes later")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    one_table = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
+    if kind not in ("default", "linear", "llama3", "yarn") and not one_table:
+        raise UnsupportedModel(f"rotary scaling {kind!r} depends on the length of the text, which comes later")
     if getattr(config, "use_sliding_window", False):
         raise UnsupportedModel("this model asks for sliding-window attention, which comes later")
 

@@ -18,7 +18,7 @@ from paceline.decode.model.step import KV_BLOCK, Geometry, RowPolicy
 
 __all__ = ["find_row_policy"]
 
-_MULTIPLES = (1, 2, 4, 8, 16, 32)
+_MULTIPLES = (4, 8, 16, 32)  # below 4 rows the packed products are no faster (measured, avx512_bf16)
 _KV_BLOCKS = (128, 256, 512)
 _TILES = (512, 256, 128, 64, 32)
 _BLOCK = 32  # rows up to which every count is tried

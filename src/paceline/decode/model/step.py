@@ -93,8 +93,9 @@ class StepInputs:
     """A pass, ready for every layer.
 
     token_ids, positions  [padded]
-    real        rows that carry a token, None where they are the first `cache_rows.shape[0]`
-    cache_rows  [real rows] row of each in the flattened cache
+    real        rows that carry a token, None where they are the first `tokens`
+    tokens      how many rows carry a token
+    cache_slots, cache_positions  [tokens] where the keys and values of each go
     pieces      row ranges that are matrix products of their own
     wanted      [logit rows, padded] rows that need logits, None where all rows do
     head_pieces row ranges of the LM head's products
@@ -105,7 +106,9 @@ class StepInputs:
     token_ids: Tensor
     positions: Tensor
     real: Tensor | None
-    cache_rows: Tensor
+    tokens: int
+    cache_slots: Tensor
+    cache_positions: Tensor
     pieces: tuple[tuple[int, int], ...]
     groups: tuple[AttentionGroup, ...]
     wanted: Tensor | None
@@ -121,7 +124,8 @@ class _Layout:
         self.capacity, self.multiple = capacity, multiple
         self.ids: list[int] = []
         self.positions: list[int] = []
-        self.cache_rows: list[int] = []
+        self.cache_slots: list[int] = []
+        self.cache_positions: list[int] = []
         self.real: list[int] = []
 
     def add(self, span: Span) -> tuple[int, int]:
@@ -129,8 +133,8 @@ class _Layout:
         assert span.start + width <= self.capacity, f"span ends at {span.start + width} of {self.capacity}"
         self.ids += span.tokens
         self.positions += [span.start + depth for depth in _depths(span)]
-        base = span.slot * self.capacity + span.start
-        self.cache_rows += range(base, base + width)
+        self.cache_slots += [span.slot] * width
+        self.cache_positions += range(span.start, span.start + width)
         self.real += range(first, first + width)
         return first, width
 
@@ -172,10 +176,12 @@ def build_inputs(
         token_ids=torch.tensor(layout.ids, device=device),
         positions=torch.tensor(layout.positions, device=device),
         real=None if dense else torch.tensor(layout.real, device=device),
-        cache_rows=torch.tensor(layout.cache_rows, device=device),
+        tokens=len(layout.real),
+        cache_slots=torch.tensor(layout.cache_slots, device=device),
+        cache_positions=torch.tensor(layout.cache_positions, device=device),
         pieces=tuple(pieces),
         groups=tuple(
-            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, total)
+            _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, total if len(members) == 1 else None)
             for m in members
         ),
         wanted=None if all_rows else torch.tensor(wanted, device=device),
@@ -242,7 +248,7 @@ def _group(
     rows_of: Sequence[tuple[int, int]],
     geometry: Geometry,
     policy: RowPolicy,
-    total_rows: int,
+    total_rows: int | None,  # of the pass, where this group is all of it
 ) -> AttentionGroup:
     low, high = spans[0].slot, spans[-1].slot + 1
     width = max(_round_up(len(s.tokens), policy.multiple) for s in spans)
