@@ -2,8 +2,8 @@
 
     python bench/deterministic_cost.py --model MODEL [--dtype bfloat16] [--rows 8 16 32 48 64 96 128]
 
-A pass is a verify block of `rows / sequences` tokens for each of 8 sequences (or of as many as divide the rows)
-at a context of `--context` tokens. Whole and tiled passes take turns, and change who goes first, for
+A pass is a verify block of `rows / sequences` tokens for each of 8 sequences (or of as many as divide the
+rows) at a context of `--context` tokens. Whole and tiled passes take turns, and change who goes first, for
 `--repeats` turns; the table gives the medians, the middle half of each, and the median of the paired ratios
 with its middle half. No text is made: it is the time of the passes alone. The tile is what one kernel was
 found to serve on this machine: passes up to that many rows are the same in both modes.
@@ -70,9 +70,9 @@ def measure(args: argparse.Namespace) -> str:
         say(f"{rows} rows")
         lines.append(line(rows, *times(model, cache, rows, args.context, args.repeats)))
     head = ["rows", "whole, ms", "middle half", "tiled, ms", "middle half", "tiled / whole", "middle half"]
-    policy = model.row_policy
+    policy, threads = model.row_policy, torch.get_num_threads()
     return (
-        f"{args.dtype}, {torch.get_num_threads()} threads, context {args.context}, tiles of {policy.tile} rows, "
+        f"{args.dtype}, {threads} threads, context {args.context}; tiles of {policy.tile} rows, "
         f"rows padded to {policy.multiple}\n\n{markdown(head, lines)}"
     )
 

@@ -52,7 +52,7 @@ from paceline.errors import RequestFailed, UsageError
 DRAFTERS = ("ngram", "suffix", "auto", "model")
 SELF_DRAFT = "model:target"
 TOP_P, SEED = 0.9, 1000
-CHUNK = 32  # prompts between two writes of a batched setting
+CHUNK = 32  # prompts between two writes where the batch is the engine's; a smaller one is given at once
 KEPT_LOGITS = 16  # of Transformers', best first, before every token
 
 
@@ -199,7 +199,8 @@ def run_ours(args: argparse.Namespace, work: Work) -> None:
     add_drafters(llm)
     for cell in [c for c in work.cells if c.arm != TRANSFORMERS]:
         base = base_of(cell, work.cells)
-        for names in chunks(work.missing(cell), 1 if cell.batch == 1 else CHUNK):
+        full = cell.batch == llm.engine.options.max_batch
+        for names in chunks(work.missing(cell), CHUNK if full else cell.batch):
             answers = generate(llm, work, cell, names, args.max_tokens)
             for name, answer in zip(names, answers, strict=True):
                 token_ids, stats = answer.token_ids, answer.stats
