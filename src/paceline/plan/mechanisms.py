@@ -1,0 +1,199 @@
+"""Draft mechanisms: what D drafted tokens cost, and what the drafter takes of memory.
+
+| kind          | seconds for D tokens of each of B sequences                                   | source              |
+|---------------|-------------------------------------------------------------------------------|---------------------|
+| none          | 0                                                                             |                     |
+| ngram, suffix | a string match on the host, partly hidden                                     | arXiv 2601.11580    |
+| model         | D passes of the draft model                                                   | arXiv 2211.17192    |
+| layer-skip    | D passes of the first layers of the target and its head                       | arXiv 2404.16710    |
+| eagle3        | one layer over the 1+D verified tokens, then D-1 serial steps, small head     | arXiv 2503.01840    |
+| mtp           | the same with a layer shaped like the target's (its experts too), full head   | arXiv 2404.19737    |
+| dflash        | one pass of five layers over the whole block                                  | arXiv 2602.06036    |
+| dspark        | the same and a light serial head                                              | arXiv 2607.05147    |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import InvalidParameter
+from paceline.plan.cost import count_work, price
+from paceline.plan.hardware import weight_bytes
+from paceline.plan.scenario import Scenario
+from paceline.plan.shape import Attention, FeedForward, ModelShape
+
+__all__ = ["KINDS", "Mechanism", "draft_seconds", "draft_shape"]
+
+Array = npt.NDArray[np.float64]
+
+KINDS = ("none", "ngram", "suffix", "layer-skip", "model", "eagle3", "mtp", "dflash", "dspark")
+_SERIAL = ("model", "layer-skip", "eagle3", "mtp")
+_BLOCK_LAYERS = 5
+_MATCH_S = 20e-6  # one string match on the host, per sequence (10-50 us measured in vLLM and Arctic Inference)
+_MATCH_FIXED_S = 0.1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """One way to draft.
+
+    model            the draft model ("model"); None otherwise
+    name             what the engine loads: path or repository of the drafter, for the export
+    proposed_share   "ngram", "suffix": chance that a lookup proposes at all in a round (1: always)
+    skip_share       "layer-skip": share of the target's layers that draft
+    block            "dflash", "dspark": tokens of the trained block; lengths above it are not offered
+    dtype            number format of the drafter's weights
+    window           tokens the drafter attends to at most (sliding-window or sink drafting)
+    """
+
+    kind: str
+    model: ModelShape | None = None
+    name: str | None = None
+    proposed_share: float = 1.0
+    skip_share: float = 0.5
+    block: int = 8
+    dtype: str = "bf16"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidParameter("draft kind", self.kind, ", ".join(KINDS))
+        if self.kind == "model" and self.model is None:
+            raise InvalidParameter("draft", "model", "model:NAME with a known model or a folder with a config.json")
+        for name, value in (("proposed share", self.proposed_share), ("skip share", self.skip_share)):
+            if not 0 <= value <= 1:
+                raise InvalidParameter(name, value, "a number from 0 to 1")
+        if self.block < 1:
+            raise InvalidParameter("block", self.block, "a whole number from 1")
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}:{self.name or self.model.name}" if self.kind == "model" and self.model else self.kind
+
+    @property
+    def longest(self) -> int | None:
+        """The longest draft it can be asked for, None without a bound."""
+        return 0 if self.kind == "none" else self.block if self.kind in ("dflash", "dspark") else None
+
+    def widths(self, draft_length: npt.ArrayLike) -> Array:
+        """Mean tokens a sequence brings to the target's pass: lookups that find nothing bring one."""
+        d = np.asarray(draft_length, dtype=np.float64)
+        return np.asarray(1 + d * (self.proposed_share if self.kind in ("ngram", "suffix") else 1.0))
+
+
+def draft_shape(mechanism: Mechanism, target: ModelShape) -> ModelShape | None:
+    """The drafter as a model of its own; None where no weights are read."""
+    kind = mechanism.kind
+    if kind == "model":
+        return mechanism.model
+    if kind == "mtp":
+        return _one_layer(target, target.feed_forward[0] if target.is_moe else target.feed_forward[-1])
+    if kind == "layer-skip":
+        return _scaled(target, mechanism.skip_share)
+    if kind in ("eagle3", "dflash", "dspark"):
+        layers = 1 if kind == "eagle3" else _BLOCK_LAYERS
+        return _head_model(target, layers)
+    return None
+
+
+def _one_layer(target: ModelShape, feed: FeedForward) -> ModelShape:
+    attention = dataclasses.replace(max(target.attention, key=lambda a: a.row_width), layers=1)
+    # The step also joins the previous hidden state with the embedding: a 2h x h product.
+    attention = dataclasses.replace(attention, weights=attention.weights + 2 * target.hidden**2)
+    return dataclasses.replace(
+        target, name="mtp", attention=(attention,), feed_forward=(dataclasses.replace(feed, layers=1),), tied=True
+    )
+
+
+def _scaled(target: ModelShape, share: float) -> ModelShape:
+    def part(layers: int) -> int:
+        return max(1, round(layers * share))
+
+    return dataclasses.replace(
+        target,
+        name="layer-skip",
+        tied=True,
+        attention=tuple(dataclasses.replace(a, layers=part(a.layers)) for a in target.attention),
+        feed_forward=tuple(dataclasses.replace(f, layers=part(f.layers)) for f in target.feed_forward),
+    )
+
+
+def _head_model(target: ModelShape, layers: int) -> ModelShape:
+    """A Llama-like head on the target's width; the published heads have 3.5 times that in their feed-forward."""
+    hidden, dim = target.hidden, 128
+    heads = max(1, hidden // dim)
+    kv = max(1, heads // 4)
+    attention = Attention(
+        kind="full", layers=layers, heads=heads, kv_heads=kv, head_dim=dim, value_dim=dim, row_width=2 * kv * dim,
+        weights=hidden * dim * (3 * heads + 4 * kv) + 3 * hidden * hidden // layers,
+    )  # fmt: skip
+    vocab = min(target.vocab, 32_000) if layers == 1 else target.vocab
+    feed = FeedForward(layers, int(3.5 * hidden))
+    return ModelShape("head", hidden, vocab, True, (attention,), (feed,), "published heads of this kind")
+
+
+def _pass(
+    mechanism: Mechanism, scenario: Scenario, shape: ModelShape, batch: Any, width: Any, context: Any
+) -> Array:
+    precision = dataclasses.replace(
+        scenario.precision,
+        linear=mechanism.dtype,
+        experts=scenario.precision.experts if mechanism.kind in ("mtp", "layer-skip") else mechanism.dtype,
+    )
+    if mechanism.kind in ("mtp", "layer-skip"):
+        precision = dataclasses.replace(precision, linear=scenario.precision.linear)
+    seen = context if mechanism.window is None else np.minimum(context, mechanism.window)
+    c = scenario.priced_by
+    no_host = dataclasses.replace(c, host_s=0.0)
+    work = count_work(shape, scenario.hardware, batch, width, seen, precision, scenario.layout, c)
+    return np.asarray(price(work, no_host).total_s)
+
+
+def draft_seconds(
+    mechanism: Mechanism, scenario: Scenario, batch: npt.ArrayLike, draft_length: npt.ArrayLike,
+    context: npt.ArrayLike,
+) -> Array:  # fmt: skip
+    """Seconds one round spends drafting; arrays broadcast. Zero where the draft length is zero."""
+    b, ctx = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
+    d = np.asarray(draft_length, dtype=np.float64)
+    c = scenario.priced_by
+    drafts = d > 0
+    if mechanism.kind == "none":
+        return np.zeros(np.broadcast_shapes(b.shape, d.shape, ctx.shape))
+    if mechanism.kind in ("ngram", "suffix"):
+        return np.asarray(np.where(drafts, _MATCH_FIXED_S + _MATCH_S * b, 0.0) + 0 * ctx)
+    shape = draft_shape(mechanism, scenario.shape)
+    assert shape is not None, mechanism.kind
+    if mechanism.kind in _SERIAL:
+        step = _pass(mechanism, scenario, shape, b, 1.0, ctx) + c.draft_step_s
+        first = step
+        if mechanism.kind in ("eagle3", "mtp"):
+            first = _pass(mechanism, scenario, shape, b, np.maximum(d, 0) + 1, ctx) + c.draft_step_s
+        return np.asarray(np.where(drafts, first + np.maximum(d - 1, 0) * step, 0.0))
+    block = _pass(mechanism, scenario, shape, b, float(mechanism.block), ctx) + c.draft_step_s
+    serial = d * 15e-6 if mechanism.kind == "dspark" else 0.0  # .2-1.3 % of a round for 4 to 16 tokens
+    return np.asarray(np.where(drafts, block + serial, 0.0))
+
+
+def draft_memory(mechanism: Mechanism, scenario: Scenario) -> tuple[float, float]:
+    """(bytes of draft weights, bytes of draft cache per token), over all devices of a replica."""
+    if mechanism.kind in ("none", "ngram", "suffix", "layer-skip"):
+        return 0.0, 0.0
+    shape = draft_shape(mechanism, scenario.shape)
+    assert shape is not None, mechanism.kind
+    if mechanism.kind == "mtp":
+        own = shape.attention_weights + shape.dense_weights
+        size = own * weight_bytes(scenario.precision.linear)
+        size += shape.expert_weights * weight_bytes(scenario.precision.experts)
+    elif mechanism.kind == "model":
+        size = shape.parameters * weight_bytes(mechanism.dtype)
+    else:
+        own = shape.attention_weights + shape.dense_weights + (shape.head_weights if shape.layers == 1 else 0)
+        size = own * weight_bytes(mechanism.dtype)
+    cache = sum(a.layers * a.row_width / a.compression for a in shape.attention)
+    return float(size), float(cache * weight_bytes(scenario.precision.kv))

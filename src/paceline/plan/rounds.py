@@ -1,0 +1,146 @@
+"""One engine round over a whole grid of batches, draft lengths and contexts, and the speeds that follow.
+
+    T_round(B, D, L) = T_target(B, 1+D, L) + T_draft(B, D, L) + T_fixed        D > 0
+    T_plain(B, L)    = T_target(B, 1, L)                                       the engine without speculation
+    T_idle(B, L)     = T_target(B, 1, L) + drafter kept up + T_fixed           D = 0 inside a speculative server
+    f                = share of prefill that delays decoding * T_prefill / output tokens
+    tokens/s/user    = n / (T + B n f),  n tokens a round;  tokens/s/device = B times that / devices
+
+(SmartSpec's goodput, arXiv 2406.14066, with prefill; T_idle and T_plain differ in every engine measured.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.plan.acceptance import Acceptance
+from paceline.plan.cost import StepCost, count_work, price
+from paceline.plan.mechanisms import Mechanism, draft_seconds, draft_shape
+from paceline.plan.scenario import Scenario
+
+__all__ = ["Grid", "evaluate", "first_token_seconds", "prefill_seconds", "target_cost"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Arrays over [batch, draft length, context]; a batch is that of one replica.
+
+    round_s        D = 0 is the plain engine; `idle_s` [batch, 1, context] is D = 0 inside a speculative server
+    tokens         [1, length, context] tokens a request gains in a round, rounds without a proposal included
+    prefill_s      f above: seconds of delay per emitted token
+    """
+
+    batches: Array
+    lengths: Array
+    contexts: Array
+    round_s: Array
+    target_s: Array
+    draft_s: Array
+    idle_s: Array
+    tokens: Array
+    prefill_s: float
+    devices: int
+
+    @property
+    def plain_s(self) -> Array:
+        return self.round_s[:, :1, :]
+
+    @property
+    def user_tokens_per_s(self) -> Array:
+        b = self.batches[:, None, None]
+        return np.asarray(self.tokens / (self.round_s + b * self.tokens * self.prefill_s))
+
+    @property
+    def device_tokens_per_s(self) -> Array:
+        return self.user_tokens_per_s * self.batches[:, None, None] / self.devices
+
+    @property
+    def cost_ratio(self) -> Array:
+        """kappa = T_round / T_plain; speculation pays where the tokens of a round exceed it."""
+        return self.round_s / self.plain_s
+
+    @property
+    def speedup(self) -> Array:
+        """Against the plain engine at the same batch and context, prefill included on both sides."""
+        return self.user_tokens_per_s / self.user_tokens_per_s[:, :1, :]
+
+
+def target_cost(scenario: Scenario, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike) -> StepCost:
+    """The target's pass in this scenario, by operator."""
+    c = scenario.priced_by
+    work = count_work(
+        scenario.shape, scenario.hardware, batch, width, context, scenario.precision, scenario.layout, c
+    )  # fmt: skip
+    return price(work, c)
+
+
+def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None) -> float:
+    """Seconds to read one prompt: the target's pass over it, and the drafter's where it keeps a cache."""
+    prompt = scenario.load.prompt_tokens
+    if prompt < 1:
+        return 0.0
+    c, hw, lay = scenario.priced_by, scenario.hardware, scenario.layout
+    shapes = [(scenario.shape, scenario.precision)]
+    if mechanism is not None and mechanism.kind in ("model", "eagle3", "mtp", "dflash", "dspark"):
+        draft = draft_shape(mechanism, scenario.shape)
+        assert draft is not None, mechanism.kind
+        shapes.append((draft, scenario.precision))
+    total = 0.0
+    for shape, precision in shapes:
+        # Causal attention sees half the prompt on average; only the last row needs logits.
+        work = count_work(shape, hw, 1.0 * lay.attention_groups, prompt, prompt / 2, precision, lay, c, head_rows=1.0)
+        total += float(np.asarray(price(work, c).total_s))
+    return total
+
+
+def first_token_seconds(
+    scenario: Scenario, mechanism: Mechanism, batch: float, round_s: float, tokens: float, draft_s: float
+) -> float:
+    """Mean time to first token: waiting for other prompts, own prefill, drafter's prefill, the running round.
+
+    Prompts queue for one device group: with utilisation u the mean wait is u / (2 (1 - u)) of a prefill (M/D/1).
+    The first drafting round stands before the first token, as engines run it before they send.
+    """
+    prefill = prefill_seconds(scenario, mechanism)
+    per_token = round_s / tokens + batch * scenario.priced_by.prefill * prefill / scenario.load.output_tokens
+    busy = min(0.95, batch * prefill / (scenario.load.output_tokens * per_token + prefill))
+    return prefill * (1 + busy / (2 * (1 - busy))) + round_s / 2 + draft_s
+
+
+def evaluate(
+    scenario: Scenario, mechanism: Mechanism, acceptance: Acceptance | None,
+    batches: Sequence[float] | Array, lengths: Sequence[int] | Array, contexts: Sequence[float] | Array,
+) -> Grid:  # fmt: skip
+    """The grid for one mechanism. `lengths` begins with 0; a mechanism that drafts needs an acceptance profile."""
+    b = np.asarray(batches, dtype=np.float64)
+    d = np.asarray(lengths, dtype=np.float64)
+    ctx = np.asarray(contexts, dtype=np.float64)
+    assert d[0] == 0, f"lengths begin with {d[0]}, not 0"
+    bb, dd, cc = b[:, None, None], d[None, :, None], ctx[None, None, :]
+    c = scenario.priced_by
+    target = target_cost(scenario, bb, mechanism.widths(dd), cc).total_s
+    target = np.broadcast_to(target, (b.size, d.size, ctx.size))
+    draft = np.broadcast_to(draft_seconds(mechanism, scenario, bb, dd, cc), target.shape)
+    round_s = target + draft + np.where(dd > 0, c.round_s, 0.0)
+    kept_up = draft_seconds(mechanism, scenario, bb, np.ones((1, 1, 1)), cc)
+    idle = target[:, :1, :] + (kept_up + c.round_s if mechanism.kind != "none" else 0.0)
+    prefill = c.prefill * prefill_seconds(scenario, mechanism) / scenario.load.output_tokens
+    return Grid(b, d, ctx, round_s, target, draft, np.asarray(idle), _tokens(mechanism, acceptance, d, ctx),
+                prefill, scenario.layout.devices)  # fmt: skip
+
+
+def _tokens(mechanism: Mechanism, acceptance: Acceptance | None, d: Array, ctx: Array) -> Array:
+    longest = int(d.max())
+    if longest == 0:
+        return np.ones((1, 1, ctx.size))
+    assert acceptance is not None, f"{mechanism.label} drafts without an acceptance profile"
+    curves = np.stack([acceptance.lengths(longest, float(x)) for x in ctx], axis=-1)
+    picked = curves[d.astype(int)]
+    share = mechanism.proposed_share if mechanism.kind in ("ngram", "suffix") else 1.0
+    return np.asarray(1 + share * (picked - 1))[None, :, :]
