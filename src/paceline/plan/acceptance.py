@@ -48,6 +48,8 @@ class Acceptance:
 
     by_context   ((up to this context, conditional acceptance), ...) in rising order, beyond the last entry of
                  which its values hold; empty: `conditional` holds everywhere
+    all_rounds   measured over every round, also those in which the drafter proposed nothing
+    parts        (token share, profile) of the kinds of traffic a mixture was made of
     draws        [draws, positions] resampled conditional acceptance; empty: the spread is assumed (`logit_sd`)
     """
 
@@ -58,6 +60,8 @@ class Acceptance:
     draws: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
     logit_sd: float = 0.0
     temperature: float | None = None
+    all_rounds: bool = False
+    parts: tuple[tuple[float, Acceptance], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _check(self.conditional, "acceptance")
@@ -222,4 +226,4 @@ class Mixture:
             return acceptance_from_survival([float(s) for s in survival], source).conditional
 
         bands = tuple((upto, at(upto)) for upto in bounds)
-        return Acceptance(at(0), source, origin, by_context=bands, logit_sd=spread)
+        return Acceptance(at(0), source, origin, by_context=bands, logit_sd=spread, parts=self.parts)

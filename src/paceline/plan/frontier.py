@@ -34,6 +34,7 @@ class Candidate:
     scenario: Scenario
     grid: Grid
     limits: Array
+    first_token_s: Array  # [batch, length, context] mean seconds to the first token
 
     @property
     def fits(self) -> Array:
@@ -74,7 +75,8 @@ def candidate(
     lengths = np.arange(top + 1)
     grid = evaluate(scenario, mechanism, acceptance, np.asarray(batches, dtype=float), lengths, contexts)
     limits = np.stack([max_batches(scenario, mechanism, lengths, float(c)) for c in contexts], axis=-1)
-    return Candidate(mechanism, acceptance, scenario, grid, limits.astype(float))
+    first = first_token_seconds(scenario, mechanism, grid)
+    return Candidate(mechanism, acceptance, scenario, grid, limits.astype(float), first)
 
 
 def _point(c: Candidate, i: int, d: int, k: int, spread: Spread) -> Point:
@@ -82,10 +84,7 @@ def _point(c: Candidate, i: int, d: int, k: int, spread: Spread) -> Point:
     kind = "none" if d == 0 else c.mechanism.label
     user, device = float(g.user_tokens_per_s[i, d, k]), float(g.device_tokens_per_s[i, d, k])
     tokens = float(g.tokens[0, d, k])
-    ttft = first_token_seconds(
-        c.scenario, c.mechanism if d else Mechanism("none"), float(g.batches[i]), float(g.round_s[i, d, k]), tokens,
-        float(g.draft_s[i, d, k]),
-    )  # fmt: skip
+    ttft = float(c.first_token_s[i, d, k])
     return Point(
         kind, int(g.batches[i]), int(g.lengths[d]),
         spread.around(user, "tokens/s/user"), spread.around(device, "tokens/s/device"),
@@ -102,7 +101,7 @@ def envelope(candidates: Sequence[Candidate], spread: Spread, context: int = 0) 
             found.append((float(user[i, d]), float(device[i, d]), n, int(i), int(d)))
     found.sort(key=lambda p: (-p[0], -p[1]))
     kept, best = [], 0.0
-    for user_rate, device_rate, n, i, d in found:
+    for _, device_rate, n, i, d in found:
         if device_rate > best * (1 + 1e-9):
             kept.append(_point(candidates[n], i, d, context, spread))
             best = device_rate
@@ -121,8 +120,9 @@ def break_even(c: Candidate, spread: Spread, context: int = 0) -> Estimate | Non
         ratio = 1 + (c.grid.cost_ratio[:, 1:, context] - 1) * factor
         plain = c.grid.plain_s[:, :, context]
         b = c.grid.batches[:, None]
-        spec = tokens / (ratio * plain + b * tokens * c.grid.prefill_s)
-        gain = (spec / (1 / (plain + b * c.grid.prefill_s))).max(axis=1) if tokens.size else np.zeros(len(b))
+        delay = c.grid.prefill_s[0, :, 0]
+        spec = tokens / (ratio * plain + b * tokens * delay[1:])
+        gain = (spec * (plain + b * delay[0])).max(axis=1) if tokens.size else np.zeros(len(b))
         wins = np.flatnonzero(gain > 1)
         values.append(float(c.grid.batches[wins[-1]]) if wins.size else 0.0)
     value, low, high = values
@@ -144,23 +144,19 @@ def service_level(
     ranked: list[tuple[float, int, int, int]] = []
     fastest, reasons = 0.0, {"memory": 0, "speed": 0, "first token": 0}
     for n, c in enumerate(candidates):
-        g = c.grid
-        for i in range(len(g.batches)):
-            if concurrency is not None and g.batches[i] * c.scenario.replicas > max(concurrency, c.scenario.replicas):
-                continue
-            for d in range(len(g.lengths)):
-                if not c.fits[i, d, context]:
-                    reasons["memory"] += 1
-                    continue
-                user = float(g.user_tokens_per_s[i, d, context])
-                fastest = max(fastest, user)
-                if min_user is not None and user < min_user:
-                    reasons["speed"] += 1
-                    continue
-                if max_first_token is not None and _point(c, i, d, context, spread).first_token.value > max_first_token:
-                    reasons["first token"] += 1
-                    continue
-                ranked.append((float(g.device_tokens_per_s[i, d, context]), n, i, d))
+        user = c.grid.user_tokens_per_s[:, :, context]
+        rate = c.grid.device_tokens_per_s[:, :, context]
+        allowed = np.ones_like(user, dtype=bool)
+        if concurrency is not None:
+            allowed &= c.grid.batches[:, None] * c.scenario.replicas <= max(concurrency, c.scenario.replicas)
+        fits = allowed & c.fits[:, :, context]
+        reasons["memory"] += int((allowed & ~fits).sum())
+        fastest = max(fastest, float(np.max(user[fits], initial=0.0)))
+        fast = fits & (user >= (min_user or 0.0))
+        reasons["speed"] += int((fits & ~fast).sum())
+        kept = fast & (c.first_token_s[:, :, context] <= (max_first_token or np.inf))
+        reasons["first token"] += int((fast & ~kept).sum())
+        ranked += [(float(rate[i, d]), n, int(i), int(d)) for i, d in zip(*np.nonzero(kept), strict=True)]
     if not ranked:
         raise Infeasible(_nothing(fastest, min_user, max_first_token, reasons))
     ranked.sort(reverse=True)

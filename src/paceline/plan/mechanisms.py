@@ -85,6 +85,11 @@ class Mechanism:
         d = np.asarray(draft_length, dtype=np.float64)
         return np.asarray(1 + d * (self.proposed_share if self.kind in ("ngram", "suffix") else 1.0))
 
+    def tokens(self, lengths: npt.ArrayLike, all_rounds: bool) -> Array:
+        """Tokens per round over all rounds, from AL: over the rounds that drafted, or (`all_rounds`) over all."""
+        share = 1.0 if all_rounds or self.kind not in ("ngram", "suffix") else self.proposed_share
+        return np.asarray(1 + share * (np.asarray(lengths, dtype=np.float64) - 1))
+
 
 def draft_shape(mechanism: Mechanism, target: ModelShape) -> ModelShape | None:
     """The drafter as a model of its own; None where no weights are read."""

@@ -33,7 +33,7 @@ class Grid:
 
     round_s        D = 0 is the plain engine; `idle_s` [batch, 1, context] is D = 0 inside a speculative server
     tokens         [1, length, context] tokens a request gains in a round, rounds without a proposal included
-    prefill_s      f above: seconds of delay per emitted token
+    prefill_s      [1, length, 1] f above: seconds of delay per emitted token
     """
 
     batches: Array
@@ -44,7 +44,7 @@ class Grid:
     draft_s: Array
     idle_s: Array
     tokens: Array
-    prefill_s: float
+    prefill_s: Array
     devices: int
 
     @property
@@ -99,18 +99,19 @@ def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None) -> f
     return total
 
 
-def first_token_seconds(
-    scenario: Scenario, mechanism: Mechanism, batch: float, round_s: float, tokens: float, draft_s: float
-) -> float:
-    """Mean time to first token: waiting for other prompts, own prefill, drafter's prefill, the running round.
+def first_token_seconds(scenario: Scenario, mechanism: Mechanism, grid: Grid) -> Array:
+    """Mean time to first token [batch, length, context]: other prompts, own prefill, the running round, drafting.
 
     Prompts queue for one device group: with utilisation u the mean wait is u / (2 (1 - u)) of a prefill (M/D/1).
-    The first drafting round stands before the first token, as engines run it before they send.
+    With D > 0 the drafter reads the prompt too, and its first round stands before the first token, as in the
+    engines that run it before they send.
     """
-    prefill = prefill_seconds(scenario, mechanism)
-    per_token = round_s / tokens + batch * scenario.priced_by.prefill * prefill / scenario.load.output_tokens
-    busy = min(0.95, batch * prefill / (scenario.load.output_tokens * per_token + prefill))
-    return prefill * (1 + busy / (2 * (1 - busy))) + round_s / 2 + draft_s
+    plain, drafted = prefill_seconds(scenario), prefill_seconds(scenario, mechanism)
+    prefill = np.where(grid.lengths > 0, drafted, plain)[None, :, None]
+    per_token = 1 / grid.user_tokens_per_s
+    out, b = scenario.load.output_tokens, grid.batches[:, None, None]
+    busy = np.minimum(0.95, b * prefill / (out * per_token + prefill))
+    return np.asarray(prefill * (1 + busy / (2 * (1 - busy))) + grid.round_s / 2 + grid.draft_s)
 
 
 def evaluate(
@@ -130,7 +131,8 @@ def evaluate(
     round_s = target + draft + np.where(dd > 0, c.round_s, 0.0)
     kept_up = draft_seconds(mechanism, scenario, bb, np.ones((1, 1, 1)), cc)
     idle = target[:, :1, :] + (kept_up + c.round_s if mechanism.kind != "none" else 0.0)
-    prefill = c.prefill * prefill_seconds(scenario, mechanism) / scenario.load.output_tokens
+    seconds = np.where(dd > 0, prefill_seconds(scenario, mechanism), prefill_seconds(scenario))
+    prefill = c.prefill * seconds / scenario.load.output_tokens
     return Grid(b, d, ctx, round_s, target, draft, np.asarray(idle), _tokens(mechanism, acceptance, d, ctx),
                 prefill, scenario.layout.devices)  # fmt: skip
 
@@ -142,5 +144,4 @@ def _tokens(mechanism: Mechanism, acceptance: Acceptance | None, d: Array, ctx: 
     assert acceptance is not None, f"{mechanism.label} drafts without an acceptance profile"
     curves = np.stack([acceptance.lengths(longest, float(x)) for x in ctx], axis=-1)
     picked = curves[d.astype(int)]
-    share = mechanism.proposed_share if mechanism.kind in ("ngram", "suffix") else 1.0
-    return np.asarray(1 + share * (picked - 1))[None, :, :]
+    return mechanism.tokens(picked, acceptance.all_rounds)[None, :, :]

@@ -62,7 +62,7 @@ def _speeds(grid: Grid, context: int) -> Array:
     round_s = grid.round_s[:, :, context].copy()
     round_s[:, 0] = grid.idle_s[:, 0, context]
     tokens = grid.tokens[0, :, context][None, :]
-    return np.asarray(tokens / (round_s + grid.batches[:, None] * tokens * grid.prefill_s))
+    return np.asarray(tokens / (round_s + grid.batches[:, None] * tokens * grid.prefill_s[0, :, 0]))
 
 
 def best_lengths(grid: Grid, context: int = 0) -> Array:

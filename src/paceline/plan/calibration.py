@@ -1,0 +1,142 @@
+"""Fits the cost model's constants to a few timings, and says how sure it is afterwards.
+
+Unknowns are logarithms of the constants (priors: `constants.PRIOR_SD`), and, where timings carry no acceptance
+length, the acceptance curve AL(D) = 1 + sum s r^(i-1). Residuals are logarithmic. The fit is the posterior mode by
+Levenberg-Marquardt, its spread the Laplace covariance, scaled by the residuals it leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.estimate import Origin
+from paceline.errors import InvalidParameter
+from paceline.plan.constants import PRIOR_SD, Constants, prior_constants
+from paceline.plan.residuals import Spread
+
+__all__ = ["Calibration", "Fit", "calibrated_spread", "fit_logs"]
+
+Array = npt.NDArray[np.float64]
+NOISE = 0.05  # prior log standard deviation of one timing around the model
+_NOISE_WEIGHT = 4.0  # as many timings' worth of belief in it
+Z80 = 1.2816
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Posterior of log parameters: mode, covariance, noise of one timing, and the residuals at the mode."""
+
+    names: tuple[str, ...]
+    mode: Array
+    covariance: Array
+    noise: float
+    residuals: Array
+
+    def logs(self) -> dict[str, float]:
+        return {n: float(v) for n, v in zip(self.names, self.mode, strict=True)}
+
+
+def fit_logs(
+    predict: Callable[[Array], Array],  # log parameters [n] -> log predictions [rows]
+    observed: Array,  # log observations [rows]
+    names: Sequence[str],
+    prior_sd: Array,
+    prior_mean: Array | None = None,
+    noise: float = NOISE,
+    steps: int = 40,
+) -> Fit:
+    """Posterior mode and Laplace covariance of a model with log-normal priors and log-normal noise."""
+    mean = np.zeros(len(names)) if prior_mean is None else prior_mean
+    x, damping = mean.copy(), 1e-2
+
+    def stacked(at: Array) -> Array:
+        return np.concatenate([(predict(at) - observed) / noise, (at - mean) / prior_sd])
+
+    value = stacked(x)
+    for _ in range(steps):
+        jacobian = _jacobian(stacked, x, value)
+        normal, gradient = jacobian.T @ jacobian, jacobian.T @ value
+        move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+        tried = stacked(x + move)
+        if tried @ tried < value @ value:
+            x, gained, value, damping = x + move, value @ value - tried @ tried, tried, damping / 4
+            if gained < 1e-6 * (1 + value @ value):
+                break
+        else:
+            damping *= 6
+            if damping > 1e8:
+                break
+    jacobian = _jacobian(stacked, x, value)
+    residuals = predict(x) - observed
+    free = max(len(observed) - 0.5 * len(names), 1.0)
+    spread = math.sqrt((_NOISE_WEIGHT * noise**2 + float(residuals @ residuals)) / (_NOISE_WEIGHT + free))
+    data = jacobian[: len(observed)] * (noise / spread)
+    prior = jacobian[len(observed) :]
+    covariance = np.linalg.inv(data.T @ data + prior.T @ prior)
+    return Fit(tuple(names), x, covariance, spread, residuals)
+
+
+def _jacobian(function: Callable[[Array], Array], at: Array, value: Array) -> Array:
+    step = 1e-4
+    columns = []
+    for i in range(len(at)):
+        moved = at.copy()
+        moved[i] += step
+        columns.append((function(moved) - value) / step)
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fit of the cost constants, as it is kept in a plan."""
+
+    logs: Mapping[str, float]
+    covariance: Array
+    noise: float
+    rows: int
+    median_error: float
+    survival_fit: tuple[float, float] | None = None  # (s, r), where timings carried no acceptance length
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Calibration:
+        try:
+            return cls(
+                dict(data["logs"]), np.array(data["covariance"], dtype=float), float(data["noise"]),
+                int(data["rows"]), float(data["median_error"]),
+                tuple(data["survival_fit"]) if data.get("survival_fit") else None,
+            )  # fmt: skip
+        except KeyError as error:
+            raise InvalidParameter("calibration", sorted(data), f"a field {error.args[0]}") from error
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "logs": dict(self.logs), "covariance": self.covariance.tolist(), "noise": self.noise, "rows": self.rows,
+            "median_error": self.median_error, "survival_fit": list(self.survival_fit) if self.survival_fit else None,
+        }  # fmt: skip
+
+    def constants(self, family: str) -> Constants:
+        known = {f.name for f in dataclasses.fields(Constants)}
+        return prior_constants(family).scaled({k: v for k, v in self.logs.items() if k in known})
+
+    def surer(self) -> dict[str, tuple[float, float]]:
+        """Constant -> (prior, posterior) log standard deviation."""
+        after = np.sqrt(np.diag(self.covariance))
+        return {n: (PRIOR_SD.get(n, 0.5), float(s)) for n, s in zip(self.logs, after, strict=True)}
+
+
+def calibrated_spread(calibration: Calibration) -> Spread:
+    """80 % factors of times after calibration: noise of the timings around the model, plus what is left of the prior.
+
+    The overheads' share of a step is small, so the remaining parameter spread is taken as a quarter of its mean.
+    """
+    left = float(np.sqrt(np.diag(calibration.covariance)).mean()) / 4
+    sd = Z80 * math.hypot(calibration.noise, left)
+    return Spread(math.exp(-sd), math.exp(sd), math.exp(-2 * sd), math.exp(2 * sd), Origin.INTERPOLATED,
+                  f"calibrated on {calibration.rows} timings")  # fmt: skip
