@@ -20,8 +20,9 @@ from paceline.core.estimate import Origin
 from paceline.errors import InvalidParameter
 from paceline.plan.constants import PRIOR_SD, Constants, prior_constants
 from paceline.plan.residuals import Spread
+from paceline.plan.timings import Ledger, Timing
 
-__all__ = ["Calibration", "Fit", "calibrated_spread", "fit_logs"]
+__all__ = ["FITTED", "Calibration", "Fit", "Predictor", "calibrate", "calibrated_spread", "fit_logs", "predictive_sd"]
 
 Array = npt.NDArray[np.float64]
 NOISE = 0.05  # prior log standard deviation of one timing around the model
@@ -140,3 +141,81 @@ def calibrated_spread(calibration: Calibration) -> Spread:
     sd = Z80 * math.hypot(calibration.noise, left)
     return Spread(math.exp(-sd), math.exp(sd), math.exp(-2 * sd), math.exp(2 * sd), Origin.INTERPOLATED,
                   f"calibrated on {calibration.rows} timings")  # fmt: skip
+
+
+# What timings of whole rounds can tell apart; the rest stays at its prior.
+FITTED = ("weight_bandwidth", "expert_bandwidth", "kv_bandwidth", "compute", "collective_s", "row_s", "host_s",
+          "round_s", "draft_step_s", "prefill")  # fmt: skip
+# Prior of the acceptance curve where timings carry none: first acceptance and its decay, as logits.
+_CURVE_MEAN = np.array([math.log(0.84 / 0.16), math.log(0.73 / 0.27)])
+_CURVE_SD = np.array([0.5, 0.3])
+
+
+def calibrate(
+    ledgers: Sequence[Ledger], timings: Sequence[Sequence[Timing]], prior: Constants, fitted: Sequence[str] = FITTED
+) -> tuple[Fit, Predictor]:
+    """Fits the constants to timings; ledger i holds the work of the rows of timings[i]."""
+    if not any(timings):
+        raise InvalidParameter("timings", 0, "at least one row; six are enough: batch 1 and about half the largest, "
+                               "each with draft length 0, 1 to 3, and 5 or more")  # fmt: skip
+    rows = [t for group in timings for t in group]
+    unknown = any(t.draft_length > 0 and t.acceptance_length is None for t in rows)
+    needed = any(t.tokens_per_s is not None for t in rows)
+    predictor = Predictor(tuple(fitted), prior, unknown and needed)
+    observed = np.log([1 / t.round_s if t.round_s else float(t.tokens_per_s or 0.0) for t in rows])
+    fit = fit_logs(
+        lambda x: predictor.log_rates(x, ledgers, timings), observed, predictor.names, predictor.prior_sd(),
+        predictor.prior_mean(),
+    )  # fmt: skip
+    return fit, predictor
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """Log rates of rows as a function of log parameters: throughput, or rounds per second."""
+
+    fitted: tuple[str, ...]
+    prior: Constants
+    curve: bool  # whether the acceptance curve is among the unknowns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.fitted + (("first acceptance", "decay of acceptance") if self.curve else ())
+
+    def prior_sd(self) -> Array:
+        own = np.array([PRIOR_SD[n] for n in self.fitted])
+        return np.concatenate([own, _CURVE_SD]) if self.curve else own
+
+    def prior_mean(self) -> Array:
+        own = np.zeros(len(self.fitted))
+        return np.concatenate([own, _CURVE_MEAN]) if self.curve else own
+
+    def constants(self, x: Array) -> Constants:
+        return self.prior.scaled({n: float(v) for n, v in zip(self.fitted, x[: len(self.fitted)], strict=True)})
+
+    def tokens(self, x: Array, draft_length: Array, measured: Sequence[float | None]) -> Array:
+        """Tokens a round: as measured, or from the fitted curve 1 + sum s r^(i-1)."""
+        if self.curve:
+            s, r = 1 / (1 + np.exp(-x[-2:]))
+            fitted = 1 + s * (1 - r**draft_length) / (1 - r)
+        else:
+            fitted = np.ones_like(draft_length)
+        return np.array([f if m is None else m for f, m in zip(fitted, measured, strict=True)])
+
+    def log_rates(self, x: Array, ledgers: Sequence[Ledger], timings: Sequence[Sequence[Timing]]) -> Array:
+        c = self.constants(x)
+        found = []
+        for ledger, group in zip(ledgers, timings, strict=True):
+            tokens = self.tokens(x, ledger.draft_length, [t.acceptance_length for t in group])
+            by_rate = np.array([t.tokens_per_s is not None for t in group])
+            rounds = 1 / ledger.round_s(c) if not by_rate.all() else 1.0
+            rates = ledger.tokens_per_s(c, tokens) if by_rate.any() else 1.0
+            found.append(np.log(np.where(by_rate, rates, rounds)))
+        return np.concatenate(found)
+
+
+def predictive_sd(fit: Fit, predict: Callable[[Array], Array]) -> Array:
+    """Log standard deviation of new measurements under the posterior: parameters and noise together."""
+    value = predict(fit.mode)
+    jacobian = _jacobian(predict, fit.mode, value)
+    return np.asarray(np.sqrt(np.einsum("ij,jk,ik->i", jacobian, fit.covariance, jacobian) + fit.noise**2))

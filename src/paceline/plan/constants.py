@@ -27,6 +27,7 @@ class Constants:
     experts_s              routing, permutation and start of a mixture-of-experts layer
     elementwise_s          one small kernel (norm, rotary, residual, activation)
     collective_s, link     one all-reduce or all-to-all; fraction of the link's rate
+    row_s                  per scored row beyond its operators (sampling, permutation, quantisation, bookkeeping)
     host_s                 scheduling that the device waits for, per step
     round_s                what a speculative round costs beyond its passes (acceptance test, bookkeeping)
     draft_step_s           one step of a serial drafter beyond its pass
@@ -47,6 +48,7 @@ class Constants:
     elementwise_s: float = 2.0e-6
     collective_s: float = 9.0e-6
     link: float = 0.7
+    row_s: float = 2.0e-6
     host_s: float = 0.5e-3
     round_s: float = 1.0e-3
     draft_step_s: float = 0.12e-3
@@ -63,7 +65,8 @@ class Constants:
         return dataclasses.replace(self, **{k: getattr(self, k) * math.exp(v) for k, v in logs.items()})
 
 
-# Log standard deviations of the priors: about 20 % for efficiencies, 50 % for overheads.
+# Log standard deviations of the priors: about 20 % for efficiencies, 40 % for kernel starts, and wide for what
+# engines differ in most, the host time of a step and the cost of a row.
 PRIOR_SD: Mapping[str, float] = {
     "weight_bandwidth": 0.15,
     "expert_bandwidth": 0.25,
@@ -74,7 +77,8 @@ PRIOR_SD: Mapping[str, float] = {
     "experts_s": 0.5,
     "elementwise_s": 0.4,
     "collective_s": 0.4,
-    "host_s": 0.7,
+    "row_s": 1.5,
+    "host_s": 1.0,
     "round_s": 0.5,
     "draft_step_s": 0.5,
     "prefill": 0.4,

@@ -267,7 +267,7 @@ def _head(shape: ModelShape, hw: Hardware, rows: Array, p: Precision, layout: La
     """Logits of every row and three passes over them in float32 (scale, filter, draw)."""
     work = _product("head", shape.head_weights / layout.tensor, rows, 1.0, hw, "bf16", shape.hidden)
     logits = rows * shape.vocab * 4 * 3 / hw.bandwidth_bytes_per_s
-    return Work("head", work.bytes_s + logits, work.flops_s, {"kernel_s": 1.0, "elementwise_s": 8.0},
+    return Work("head", work.bytes_s + logits, work.flops_s, {"kernel_s": 1.0, "elementwise_s": 8.0, "row_s": rows},
                 "weight_bandwidth", work.format)  # fmt: skip
 
 

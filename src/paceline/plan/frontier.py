@@ -120,9 +120,9 @@ def break_even(c: Candidate, spread: Spread, context: int = 0) -> Estimate | Non
         ratio = 1 + (c.grid.cost_ratio[:, 1:, context] - 1) * factor
         plain = c.grid.plain_s[:, :, context]
         b = c.grid.batches[:, None]
-        delay = c.grid.prefill_s[0, :, 0]
-        spec = tokens / (ratio * plain + b * tokens * delay[1:])
-        gain = (spec * (plain + b * delay[0])).max(axis=1) if tokens.size else np.zeros(len(b))
+        delay = c.grid.prefill_s[:, :, 0]
+        spec = tokens / (ratio * plain + b * tokens * delay[:, 1:])
+        gain = (spec * (plain + b * delay[:, :1])).max(axis=1) if tokens.size else np.zeros(len(b))
         wins = np.flatnonzero(gain > 1)
         values.append(float(c.grid.batches[wins[-1]]) if wins.size else 0.0)
     value, low, high = values

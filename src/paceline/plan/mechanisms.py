@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import InvalidParameter
-from paceline.plan.cost import count_work, price
+from paceline.plan.cost import Work, count_work, price
 from paceline.plan.hardware import weight_bytes
 from paceline.plan.scenario import Scenario
 from paceline.plan.shape import Attention, FeedForward, ModelShape
 
-__all__ = ["KINDS", "Mechanism", "draft_seconds", "draft_shape"]
+__all__ = ["KINDS", "Mechanism", "draft_memory", "draft_seconds", "draft_shape", "draft_works"]
 
 Array = npt.NDArray[np.float64]
 
@@ -142,21 +142,42 @@ def _head_model(target: ModelShape, layers: int) -> ModelShape:
     return ModelShape("head", hidden, vocab, True, (attention,), (feed,), "published heads of this kind")
 
 
-def _pass(
+def _works(
     mechanism: Mechanism, scenario: Scenario, shape: ModelShape, batch: Any, width: Any, context: Any
-) -> Array:
-    precision = dataclasses.replace(
-        scenario.precision,
-        linear=mechanism.dtype,
-        experts=scenario.precision.experts if mechanism.kind in ("mtp", "layer-skip") else mechanism.dtype,
-    )
-    if mechanism.kind in ("mtp", "layer-skip"):
-        precision = dataclasses.replace(precision, linear=scenario.precision.linear)
+) -> list[Work]:
+    own = mechanism.kind in ("mtp", "layer-skip")
+    precision = scenario.precision if own else dataclasses.replace(
+        scenario.precision, linear=mechanism.dtype, experts=mechanism.dtype
+    )  # fmt: skip
     seen = context if mechanism.window is None else np.minimum(context, mechanism.window)
-    c = scenario.priced_by
-    no_host = dataclasses.replace(c, host_s=0.0)
-    work = count_work(shape, scenario.hardware, batch, width, seen, precision, scenario.layout, c)
-    return np.asarray(price(work, no_host).total_s)
+    return count_work(
+        shape, scenario.hardware, batch, width, seen, precision, scenario.layout, scenario.priced_by
+    )  # fmt: skip
+
+
+def draft_works(
+    mechanism: Mechanism, scenario: Scenario, batch: npt.ArrayLike, draft_length: npt.ArrayLike,
+    context: npt.ArrayLike,
+) -> list[tuple[list[Work], Array, Array]]:  # fmt: skip
+    """The drafter's passes in a round: (work of one pass, how many such passes, serial steps beside them)."""
+    b, ctx = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
+    d = np.asarray(draft_length, dtype=np.float64)
+    drafts = (d > 0).astype(np.float64)
+    shape = draft_shape(mechanism, scenario.shape)
+    if mechanism.kind == "none":
+        return []
+    if shape is None:  # string match: host time, told in steps of nothing else
+        match = (_MATCH_FIXED_S + _MATCH_S * b) / scenario.priced_by.draft_step_s
+        return [([], drafts, drafts * match)]
+    if mechanism.kind in _SERIAL:
+        step = _works(mechanism, scenario, shape, b, 1.0, ctx)
+        if mechanism.kind not in ("eagle3", "mtp"):
+            return [(step, d, d)]
+        first = _works(mechanism, scenario, shape, b, d + 1, ctx)
+        return [(first, drafts, drafts), (step, np.maximum(d - 1, 0), np.maximum(d - 1, 0))]
+    block = _works(mechanism, scenario, shape, b, float(mechanism.block), ctx)
+    serial = 0.125 * d if mechanism.kind == "dspark" else 0.0 * d  # .2-1.3 % of a round for 4 to 16 tokens
+    return [(block, drafts, drafts + serial)]
 
 
 def draft_seconds(
@@ -164,25 +185,13 @@ def draft_seconds(
     context: npt.ArrayLike,
 ) -> Array:  # fmt: skip
     """Seconds one round spends drafting; arrays broadcast. Zero where the draft length is zero."""
-    b, ctx = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
-    d = np.asarray(draft_length, dtype=np.float64)
     c = scenario.priced_by
-    drafts = d > 0
-    if mechanism.kind == "none":
-        return np.zeros(np.broadcast_shapes(b.shape, d.shape, ctx.shape))
-    if mechanism.kind in ("ngram", "suffix"):
-        return np.asarray(np.where(drafts, _MATCH_FIXED_S + _MATCH_S * b, 0.0) + 0 * ctx)
-    shape = draft_shape(mechanism, scenario.shape)
-    assert shape is not None, mechanism.kind
-    if mechanism.kind in _SERIAL:
-        step = _pass(mechanism, scenario, shape, b, 1.0, ctx) + c.draft_step_s
-        first = step
-        if mechanism.kind in ("eagle3", "mtp"):
-            first = _pass(mechanism, scenario, shape, b, np.maximum(d, 0) + 1, ctx) + c.draft_step_s
-        return np.asarray(np.where(drafts, first + np.maximum(d - 1, 0) * step, 0.0))
-    block = _pass(mechanism, scenario, shape, b, float(mechanism.block), ctx) + c.draft_step_s
-    serial = d * 15e-6 if mechanism.kind == "dspark" else 0.0  # .2-1.3 % of a round for 4 to 16 tokens
-    return np.asarray(np.where(drafts, block + serial, 0.0))
+    no_host = dataclasses.replace(c, host_s=0.0, row_s=0.0)
+    total = 0.0 * (np.asarray(batch, dtype=np.float64) + np.asarray(draft_length) + np.asarray(context))
+    for works, passes, steps in draft_works(mechanism, scenario, batch, draft_length, context):
+        each = price(works, no_host).total_s if works else 0.0
+        total = total + passes * each + steps * c.draft_step_s
+    return np.asarray(total)
 
 
 def draft_memory(mechanism: Mechanism, scenario: Scenario) -> tuple[float, float]:

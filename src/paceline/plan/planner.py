@@ -243,7 +243,7 @@ def _warn(work: _Work, answer: Answer, drafting: Candidate | None) -> None:
     best, scenario = answer.best, work.scenario
     row = work.candidates[0].grid
     i = int(np.argmin(np.abs(row.batches - best.batch)))
-    delay = float(row.batches[i] * row.prefill_s[0, 0, 0])
+    delay = float(row.batches[i] * row.prefill_s[i, 0, 0])
     share = delay / (float(row.plain_s[i, 0, 0]) + delay)
     if share > 0.5:
         work.warnings.append(

@@ -39,7 +39,7 @@ def speed_draws(c: Candidate, row: int, context: int, spread: Spread, count: int
         curves = c.acceptance.length_draws(int(g.lengths[-1]), count, seed, float(g.contexts[context]))
         tokens = c.mechanism.tokens(curves[:, g.lengths.astype(int)], c.acceptance.all_rounds)
     plain = g.plain_s[row, 0, context]
-    delay = g.batches[row] * g.prefill_s[0, :, 0]
+    delay = g.batches[row] * g.prefill_s[row, :, 0]
     speed = tokens / (cost * plain + tokens * delay)
     return np.asarray(speed / speed[:, :1])
 

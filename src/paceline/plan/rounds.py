@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.plan.acceptance import Acceptance
-from paceline.plan.cost import StepCost, count_work, price
+from paceline.plan.cost import StepCost, Work, count_work, price
 from paceline.plan.mechanisms import Mechanism, draft_seconds, draft_shape
 from paceline.plan.scenario import Scenario
 
-__all__ = ["Grid", "evaluate", "first_token_seconds", "prefill_seconds", "target_cost"]
+__all__ = ["Grid", "evaluate", "first_token_seconds", "prefill_seconds", "prefill_works", "prompts_together", "target_cost"]
 
 Array = npt.NDArray[np.float64]
+CHUNK_ROWS = 8192.0  # rows of prompts that an engine reads in one step (max_num_batched_tokens and its like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Grid:
 
     round_s        D = 0 is the plain engine; `idle_s` [batch, 1, context] is D = 0 inside a speculative server
     tokens         [1, length, context] tokens a request gains in a round, rounds without a proposal included
-    prefill_s      [1, length, 1] f above: seconds of delay per emitted token
+    prefill_s      [batch, length, 1] f above: seconds of delay per emitted token
     """
 
     batches: Array
@@ -80,23 +81,39 @@ def target_cost(scenario: Scenario, batch: npt.ArrayLike, width: npt.ArrayLike, 
     return price(work, c)
 
 
-def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None) -> float:
-    """Seconds to read one prompt: the target's pass over it, and the drafter's where it keeps a cache."""
-    prompt = scenario.load.prompt_tokens
+def prompts_together(prompt_tokens: float, batch: npt.ArrayLike) -> Array:
+    """Prompts that one chunk of 8192 rows reads at once, never more than are in flight."""
+    most = max(1.0, CHUNK_ROWS / max(prompt_tokens, 1.0))
+    return np.minimum(np.asarray(batch, dtype=np.float64), most)
+
+
+def prefill_works(
+    scenario: Scenario, mechanism: Mechanism | None, batch: npt.ArrayLike
+) -> list[list[Work]]:
+    """Work of reading `prompts_together` prompts: the target's, and the drafter's where it keeps a cache."""
+    prompt, lay = scenario.load.prompt_tokens, scenario.layout
     if prompt < 1:
-        return 0.0
-    c, hw, lay = scenario.priced_by, scenario.hardware, scenario.layout
-    shapes = [(scenario.shape, scenario.precision)]
+        return []
+    shapes = [scenario.shape]
     if mechanism is not None and mechanism.kind in ("model", "eagle3", "mtp", "dflash", "dspark"):
         draft = draft_shape(mechanism, scenario.shape)
         assert draft is not None, mechanism.kind
-        shapes.append((draft, scenario.precision))
-    total = 0.0
-    for shape, precision in shapes:
-        # Causal attention sees half the prompt on average; only the last row needs logits.
-        work = count_work(shape, hw, 1.0 * lay.attention_groups, prompt, prompt / 2, precision, lay, c, head_rows=1.0)
-        total += float(np.asarray(price(work, c).total_s))
-    return total
+        shapes.append(draft)
+    count = prompts_together(prompt, batch) * lay.attention_groups
+    # Causal attention sees half the prompt on average; only the last row of each needs logits.
+    return [
+        count_work(shape, scenario.hardware, count, prompt, prompt / 2, scenario.precision, lay, scenario.priced_by, count)
+        for shape in shapes
+    ]
+
+
+def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None, batch: npt.ArrayLike = 1.0) -> Array:
+    """Seconds that one prompt's reading takes, in chunks shared with the other requests of the batch."""
+    together = prompts_together(scenario.load.prompt_tokens, batch)
+    total = np.zeros(np.shape(batch))
+    for work in prefill_works(scenario, mechanism, batch):
+        total = total + price(work, scenario.priced_by).total_s / together
+    return np.asarray(total)
 
 
 def first_token_seconds(scenario: Scenario, mechanism: Mechanism, grid: Grid) -> Array:
@@ -106,7 +123,7 @@ def first_token_seconds(scenario: Scenario, mechanism: Mechanism, grid: Grid) ->
     With D > 0 the drafter reads the prompt too, and its first round stands before the first token, as in the
     engines that run it before they send.
     """
-    plain, drafted = prefill_seconds(scenario), prefill_seconds(scenario, mechanism)
+    plain, drafted = float(prefill_seconds(scenario)), float(prefill_seconds(scenario, mechanism))
     prefill = np.where(grid.lengths > 0, drafted, plain)[None, :, None]
     per_token = 1 / grid.user_tokens_per_s
     out, b = scenario.load.output_tokens, grid.batches[:, None, None]
@@ -131,7 +148,7 @@ def evaluate(
     round_s = target + draft + np.where(dd > 0, c.round_s, 0.0)
     kept_up = draft_seconds(mechanism, scenario, bb, np.ones((1, 1, 1)), cc)
     idle = target[:, :1, :] + (kept_up + c.round_s if mechanism.kind != "none" else 0.0)
-    seconds = np.where(dd > 0, prefill_seconds(scenario, mechanism), prefill_seconds(scenario))
+    seconds = np.where(dd > 0, prefill_seconds(scenario, mechanism, bb), prefill_seconds(scenario, None, bb))
     prefill = c.prefill * seconds / scenario.load.output_tokens
     return Grid(b, d, ctx, round_s, target, draft, np.asarray(idle), _tokens(mechanism, acceptance, d, ctx),
                 prefill, scenario.layout.devices)  # fmt: skip

@@ -62,7 +62,7 @@ def _speeds(grid: Grid, context: int) -> Array:
     round_s = grid.round_s[:, :, context].copy()
     round_s[:, 0] = grid.idle_s[:, 0, context]
     tokens = grid.tokens[0, :, context][None, :]
-    return np.asarray(tokens / (round_s + grid.batches[:, None] * tokens * grid.prefill_s[0, :, 0]))
+    return np.asarray(tokens / (round_s + grid.batches[:, None] * tokens * grid.prefill_s[:, :, 0]))
 
 
 def best_lengths(grid: Grid, context: int = 0) -> Array:
@@ -85,7 +85,9 @@ def make_schedule(
     for i, context in enumerate(grid.contexts):
         speeds = _speeds(grid, i)
         if limits is not None:
-            speeds = np.where(grid.batches[:, None] <= limits[None, :, i], speeds, 0.0)
+            # Only batches that fit at every length: else memory, not speed, would pick the last few lengths.
+            fit = limits[:, i].min() or limits[:, i].max()
+            speeds = np.where(grid.batches[:, None] <= min(fit, limits[0, i]), speeds, 0.0)
         possible = speeds.max(axis=1) > 0
         if not possible.any():
             continue

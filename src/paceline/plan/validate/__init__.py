@@ -1,0 +1,1 @@
+"""Prediction against published measurement, group by group, failures included. Nothing is fitted on rows it tests."""
