@@ -41,6 +41,7 @@ def add_plan_arguments(p: argparse.ArgumentParser) -> None:
                    help="conditional acceptance by position, one for each --draft")  # fmt: skip
     p.add_argument("--survival", action="append", metavar="0.82,0.61,...", help="running products instead")
     p.add_argument("--trace", type=Path, metavar="FILE", help="acceptance from a trace of Paceline's engine")
+    p.add_argument("--engine", default="any", metavar="NAME", help="vllm, sglang, trtllm, llamacpp, ... (its round costs)")
     p.add_argument("--max-draft-length", type=int, default=8, metavar="N", help="longest draft looked at")
     p.add_argument("--min-tokens-per-user", type=float, metavar="N", help="service level: tokens/s of each user")
     p.add_argument("--max-ttft", type=float, metavar="S", help="service level: seconds to the first token")
@@ -81,6 +82,7 @@ def request_of(args: argparse.Namespace) -> Any:
         output_tokens=args.output_tokens, drafts=pair_drafts(args), survival=bool(args.survival),
         longest=args.max_draft_length, min_tokens_per_user=args.min_tokens_per_user, max_ttft=args.max_ttft,
         concurrency=args.concurrency, draft_dtype=args.draft_dtype,
+        engine=args.engine,
     )  # fmt: skip
 
 

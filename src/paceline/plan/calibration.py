@@ -25,7 +25,8 @@ from paceline.plan.timings import Ledger, Timing
 __all__ = ["FITTED", "Calibration", "Fit", "Predictor", "calibrate", "calibrated_spread", "fit_logs", "predictive_sd"]
 
 Array = npt.NDArray[np.float64]
-NOISE = 0.05  # prior log standard deviation of one timing around the model
+NOISE = 0.042  # prior log standard deviation of one timing around the model, over batches and contexts
+NOISE_AT_ONE_POINT = 0.02  # the same where all timings share batch and context: only the round's parts differ
 _NOISE_WEIGHT = 4.0  # as many timings' worth of belief in it
 Z80 = 1.2816
 
@@ -122,9 +123,9 @@ class Calibration:
             "median_error": self.median_error, "survival_fit": list(self.survival_fit) if self.survival_fit else None,
         }  # fmt: skip
 
-    def constants(self, family: str) -> Constants:
+    def constants(self, family: str, engine: str = "any") -> Constants:
         known = {f.name for f in dataclasses.fields(Constants)}
-        return prior_constants(family).scaled({k: v for k, v in self.logs.items() if k in known})
+        return prior_constants(family, engine).scaled({k: v for k, v in self.logs.items() if k in known})
 
     def surer(self) -> dict[str, tuple[float, float]]:
         """Constant -> (prior, posterior) log standard deviation."""
@@ -144,7 +145,7 @@ def calibrated_spread(calibration: Calibration) -> Spread:
 
 
 # What timings of whole rounds can tell apart; the rest stays at its prior.
-FITTED = ("weight_bandwidth", "expert_bandwidth", "kv_bandwidth", "compute", "collective_s", "row_s", "host_s",
+FITTED = ("weight_bandwidth", "expert_bandwidth", "kv_bandwidth", "compute", "starts", "row_s", "host_s",
           "round_s", "draft_step_s", "prefill")  # fmt: skip
 # Prior of the acceptance curve where timings carry none: first acceptance and its decay, as logits.
 _CURVE_MEAN = np.array([math.log(0.84 / 0.16), math.log(0.73 / 0.27)])
@@ -165,7 +166,7 @@ def calibrate(
     observed = np.log([1 / t.round_s if t.round_s else float(t.tokens_per_s or 0.0) for t in rows])
     fit = fit_logs(
         lambda x: predictor.log_rates(x, ledgers, timings), observed, predictor.names, predictor.prior_sd(),
-        predictor.prior_mean(),
+        predictor.prior_mean(), NOISE if len({(t.batch, t.context) for t in rows}) > 1 else NOISE_AT_ONE_POINT,
     )  # fmt: skip
     return fit, predictor
 

@@ -292,6 +292,9 @@ def _collective(shape: ModelShape, hw: Hardware, rows: Array, layout: Layout) ->
     return Work("collectives", moved / link, np.zeros(()), {"collective_s": starts}, "link", "bf16", hard=True)
 
 
+_STARTS = ("kernel_s", "attention_s", "experts_s", "elementwise_s", "collective_s")
+
+
 def price(work: Iterable[Work], constants: Constants) -> StepCost:
     """Seconds of counted work under `constants`, by operator, host time included."""
     found: dict[str, Array] = {"host": np.asarray(constants.host_s, dtype=np.float64)}
@@ -300,7 +303,8 @@ def price(work: Iterable[Work], constants: Constants) -> StepCost:
         math_s = w.flops_s / (constants.compute * constants.compute_by_format[w.format])
         seconds = read if w.hard else smooth_maximum(read, math_s, constants.smoothness)
         for name, count in w.starts.items():
-            seconds = seconds + getattr(constants, name) * count
+            each = getattr(constants, name) * (constants.starts if name in _STARTS else 1.0)
+            seconds = seconds + each * count
         found[w.name] = found[w.name] + seconds if w.name in found else seconds
     return StepCost(found)
 

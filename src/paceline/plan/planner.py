@@ -16,6 +16,7 @@ from paceline.plan import guidelines
 from paceline.plan.acceptance import Acceptance
 from paceline.plan.calibration import Calibration, calibrated_spread
 from paceline.plan.config import find_model
+from paceline.plan.constants import prior_constants
 from paceline.plan.cost import Layout, Precision
 from paceline.plan.document import SCHEMA, Plan, as_json
 from paceline.plan.frontier import Answer, Candidate, Point, break_even, candidate, envelope, service_level
@@ -58,6 +59,7 @@ class PlanRequest:
     concurrency: int | None = None
     utilisation: float = 0.9
     draft_dtype: str = "bf16"
+    engine: str = "any"
     calibration: Mapping[str, Any] | None = None
 
     @classmethod
@@ -111,7 +113,8 @@ def make_plan(request: PlanRequest) -> Plan:
         load=Load(request.context_tokens, request.output_tokens, request.concurrency),
         precision=Precision.of(shape, request.dtype, request.kv_dtype),
         layout=Layout(request.tensor, request.expert), devices=request.devices,
-        constants=calibration.constants(hardware.family) if calibration else None,
+        constants=calibration.constants(hardware.family, request.engine) if calibration
+        else prior_constants(hardware.family, request.engine),
         utilisation=request.utilisation,
     )  # fmt: skip
     spread = calibrated_spread(calibration) if calibration else validated_spread(shape)

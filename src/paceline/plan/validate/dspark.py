@@ -26,7 +26,7 @@ __all__ = ["dspark_rows", "dspark_scenario", "validate_dspark"]
 Array = npt.NDArray[np.float64]
 NAME = "vllm-project.github.io/dspark_pareto_dsv4pro_8xB300.csv"
 SEED, DESIGNS = 0, 60
-_FITTED = tuple(n for n in FITTED if n not in ("weight_bandwidth", "kv_bandwidth", "collective_s"))
+_FITTED = tuple(n for n in FITTED if n not in ("weight_bandwidth", "kv_bandwidth"))
 
 
 def dspark_scenario() -> tuple[Scenario, Mechanism]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.plan.calibration import Z80, calibrate, predictive_sd
+from paceline.plan.calibration import FITTED, Z80, calibrate, predictive_sd
 from paceline.plan.config import find_model
 from paceline.plan.cost import Layout, Precision
 from paceline.plan.hardware import find_hardware
@@ -41,8 +41,7 @@ _MODELS = {
     "openai/gpt-oss-120b": ("moe", "gpt-oss-120b"),
 }
 _SYSTEMS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300", "gb200": "gb200"}
-_FITTED = ("weight_bandwidth", "expert_bandwidth", "kv_bandwidth", "compute", "kernel_s", "collective_s", "row_s",
-           "host_s", "prefill")  # fmt: skip
+_FITTED = tuple(n for n in FITTED if n not in ("round_s", "draft_step_s"))  # nothing drafts in these rows
 
 
 @dataclass(frozen=True, slots=True)
