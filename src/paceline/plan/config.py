@@ -15,7 +15,7 @@ from paceline.errors import ModelFormatError, ModelNotFound
 from paceline.plan.lookup import nearest, normalise, read_table
 from paceline.plan.shape import Attention, FeedForward, ModelShape
 
-__all__ = ["find_model", "list_models", "shape_from_config"]
+__all__ = ["find_model", "hub_id", "list_models", "shape_from_config"]
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -251,6 +251,16 @@ def _known() -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[str, str]]
 def list_models() -> list[ModelShape]:
     """Every known model, in the table's order."""
     return [find_model(name) for name in _known()[0]]
+
+
+def hub_id(name: str) -> str:
+    """The Hugging Face id of a known model, the name itself otherwise (a folder, an id of another model)."""
+    rows, aliases, _ = _known()
+    if "/" in name or Path(name).exists():
+        return name
+    key = aliases.get(normalise(name))
+    ids = [a for a in rows[key]["aliases"] if "/" in a] if key else []
+    return ids[0] if ids else name
 
 
 def find_model(name: str | Path) -> ModelShape:

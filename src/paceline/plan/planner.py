@@ -22,7 +22,7 @@ from paceline.plan.document import SCHEMA, Plan, as_json
 from paceline.plan.frontier import Answer, Candidate, Point, break_even, candidate, envelope, service_level
 from paceline.plan.hardware import find_hardware
 from paceline.plan.importers import read_acceptance
-from paceline.plan.mechanisms import Mechanism
+from paceline.plan.mechanisms import KINDS, Mechanism
 from paceline.plan.memory import max_batch, memory_use
 from paceline.plan.pictures import pictures
 from paceline.plan.regret import verdict_of
@@ -31,7 +31,7 @@ from paceline.plan.rounds import target_cost
 from paceline.plan.scenario import Load, Scenario
 from paceline.plan.schedule import Band, make_schedule
 
-__all__ = ["PlanRequest", "make_plan", "parse_draft"]
+__all__ = ["PlanRequest", "make_plan", "mechanisms_of", "parse_draft", "scenario_of"]
 
 MIN_GAIN = 1.03  # below this, speculation is not worth running: the model cannot tell it from nothing
 _CONTEXT_EDGES = (2048.0, 8192.0, 32768.0)
@@ -90,37 +90,23 @@ def parse_draft(text: str, dtype: str = "bf16") -> Mechanism:
             return Mechanism(kind, proposed_share=float(name))
         except ValueError:
             raise InvalidParameter("draft", text, f"{kind} or {kind}:SHARE, the share of rounds that propose") from None
-    if kind == "model" or (kind not in _kinds() and not name):
+    if kind == "model" or (kind not in KINDS and not name):
         target = name or text
         return Mechanism("model", model=find_model(target), name=target, dtype=dtype)
     return Mechanism(kind, name=name or None, dtype=dtype)
-
-
-def _kinds() -> tuple[str, ...]:
-    from paceline.plan.mechanisms import KINDS
-
-    return KINDS
 
 
 def make_plan(request: PlanRequest) -> Plan:
     """The whole plan; raises `Infeasible` where nothing fits or the service level cannot be met."""
     if request.longest < 1 or request.longest > 64:
         raise InvalidParameter("longest draft length", request.longest, "a whole number from 1 to 64")
-    shape, hardware = find_model(request.model), find_hardware(request.hardware)
+    scenario = scenario_of(request)
+    shape = scenario.shape
     calibration = Calibration.of(request.calibration) if request.calibration else None
-    scenario = Scenario(
-        shape=shape, hardware=hardware,
-        load=Load(request.context_tokens, request.output_tokens, request.concurrency),
-        precision=Precision.of(shape, request.dtype, request.kv_dtype),
-        layout=Layout(request.tensor, request.expert), devices=request.devices,
-        constants=calibration.constants(hardware.family, request.engine) if calibration
-        else prior_constants(hardware.family, request.engine),
-        utilisation=request.utilisation,
-    )  # fmt: skip
     spread = calibrated_spread(calibration) if calibration else validated_spread(shape)
     fits = max_batch(scenario, Mechanism("none"), 0, scenario.load.mean_context)
     batches = _batches(scenario, fits)
-    pairs = _mechanisms(request)
+    pairs = [(m, a) for m, a in mechanisms_of(request) if a is not None]
     contexts, edges = _contexts(scenario, [a for _, a in pairs])
     work = _Work(request, scenario, spread, [])
     for mechanism, acceptance in [(Mechanism("none"), None), *pairs]:
@@ -133,19 +119,37 @@ def make_plan(request: PlanRequest) -> Plan:
     return Plan(_data(work, edges, calibration))
 
 
-def _mechanisms(request: PlanRequest) -> list[tuple[Mechanism, Acceptance]]:
-    found = []
+def scenario_of(request: PlanRequest) -> Scenario:
+    """Model, devices and load of a request, priced by its calibration or the prior."""
+    shape, hardware = find_model(request.model), find_hardware(request.hardware)
+    prior = prior_constants(hardware.family, request.engine)
+    if request.calibration:
+        prior = Calibration.of(request.calibration).constants(hardware.family, request.engine)
+    return Scenario(
+        shape=shape, hardware=hardware,
+        load=Load(request.context_tokens, request.output_tokens, request.concurrency),
+        precision=Precision.of(shape, request.dtype, request.kv_dtype),
+        layout=Layout(request.tensor, request.expert), devices=request.devices, constants=prior,
+        utilisation=request.utilisation,
+    )  # fmt: skip
+
+
+def mechanisms_of(
+    request: PlanRequest, needs_acceptance: bool = True
+) -> list[tuple[Mechanism, Acceptance | None]]:
+    """The mechanisms of a request with their acceptance."""
+    found: list[tuple[Mechanism, Acceptance | None]] = []
     for text, given in request.drafts:
         mechanism = parse_draft(text, request.draft_dtype)
         if mechanism.kind == "none":
             continue
-        if given is None:
+        if given is None and needs_acceptance:
             raise InvalidParameter(
                 "acceptance", None, "one for each --draft",
                 f"{text} has none. Measure it (`paceline probe`, or a trace of a run), take a published curve "
                 "(`paceline plan --list`), or assume one, for example --acceptance AL:2.5@3.",
             )  # fmt: skip
-        found.append((mechanism, read_acceptance(given, request.survival)))
+        found.append((mechanism, None if given is None else read_acceptance(given, request.survival)))
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import Infeasible, InvalidParameter
+from paceline.plan.config import find_model, hub_id
 from paceline.plan.document import Plan
 
 __all__ = ["Advice", "Export", "Step", "advice_of", "command", "compact_json", "refuse", "version_notes"]
@@ -76,27 +77,22 @@ def advice_of(plan: Plan) -> Advice:
     on = best["draft_length"] > 0 and any(step.length for step in steps)
     layers = None
     if chosen["kind"] == "layer-skip":
-        from paceline.plan.config import find_model
-
         layers = max(1, round(find_model(r["model"]).layers * 0.5))
     return Advice(
-        model=r["model"], kind=chosen["kind"] if on else "none", draft=chosen["name"], steps=steps if on else (),
+        model=hub_id(r["model"]), kind=chosen["kind"] if on else "none", draft=hub_id(chosen["name"]) if chosen["name"] else None, steps=steps if on else (),
         tensor=s["tp"], expert=s["ep"], replicas=s["replicas"], sequences=r["concurrency"] or best["batch"],
         dtype=s["linear"], kv_dtype=s["kv"], skip_layer=layers, on=on, block=chosen["longest"],
     )  # fmt: skip
 
 
 def command(parts: Sequence[str]) -> str:
-    """A shell command, one option a line."""
-    lines: list[str] = []
-    for part in parts:
-        quoted = shlex.quote(part)
-        if lines and not part.startswith("-") and lines[-1].startswith("-") and " " not in lines[-1]:
-            lines[-1] += " " + quoted
-        elif not part.startswith("-") and len(lines) <= 1:
-            lines = [" ".join([*lines, quoted])]
+    """A shell command, one long option a line."""
+    lines = [shlex.quote(parts[0])]
+    for part in parts[1:]:
+        if part.startswith("--"):
+            lines.append(shlex.quote(part))
         else:
-            lines.append(quoted)
+            lines[-1] += " " + shlex.quote(part)
     return " \\\n  ".join(lines) + "\n"
 
 
