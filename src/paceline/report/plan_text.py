@@ -89,8 +89,8 @@ def _break_even(plan: Plan) -> str:
         if e is None:
             lines.append(f"{name}: no draft length pays at any batch.")
         else:
-            tail = f" ({e['source']})" if "largest" in e["source"] else ""
-            lines.append(f"{name}: pays up to {figure(e)}{tail}.")
+            end = "largest" in e["source"]
+            lines.append(f"{name}: pays up to {figure(e)}" + (", the most looked at." if end else "."))
     return "Break-even\n" + "\n".join("  " + line for line in lines) if lines else ""
 
 
