@@ -18,8 +18,13 @@ def add_parser(subparsers: Any) -> None:
 
     p = subparsers.add_parser("calibrate", help="fit the cost model to as few as six timings")
     p.add_argument("target", metavar="PLAN|MODEL", help="a plan, or a model with --hardware and the rest")
-    p.add_argument("--timings", action="append", metavar="FILE[@D]", default=None,
-                   help="vllm bench serve or SGLang JSON, llama-batched-bench, or CSV; repeat for more")  # fmt: skip
+    p.add_argument(
+        "--timings",
+        action="append",
+        metavar="FILE[@D]",
+        default=None,
+        help="vllm bench serve or SGLang JSON, llama-batched-bench, or CSV; repeat for more",
+    )
     add_plan_arguments(p)
     p.add_argument("--suggest", action="store_true", help="name the measurement that helps most next")
     p.add_argument("--output", type=Path, metavar="FILE", help="write the calibrated plan")
@@ -46,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(made.calibration.as_json(), indent=1) if args.json else calibration_text(made))
     if args.suggest:
         s = suggest_next(request, made)
-        print(f"measure next: batch {s.batch}, D = {s.draft_length} (takes away {s.gain:.2%} expected regret)")
+        print(
+            f"measure next: batch {s.batch}, D = {s.draft_length} (takes away {s.gain:.2%} expected regret)"
+        )
     if args.output:
         make_plan(dataclasses.replace(request, calibration=made.calibration.as_json())).write(args.output)
         print(f"calibrated plan written to {args.output}", file=sys.stderr)

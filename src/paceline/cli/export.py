@@ -15,9 +15,13 @@ def add_parser(subparsers: Any) -> None:
     """Adds the verb."""
     p = subparsers.add_parser("export", help="a plan as the launch command and files of an engine")
     p.add_argument("plan", type=Path, metavar="PLAN")
-    p.add_argument("--to", required=True, metavar="ENGINE", help="vllm, sglang, trtllm, llamacpp, transformers, openvino")
+    p.add_argument(
+        "--to", required=True, metavar="ENGINE", help="vllm, sglang, trtllm, llamacpp, transformers, openvino"
+    )
     p.add_argument("--engine-version", metavar="V", help="warn of that version's traps")
-    p.add_argument("--output", type=Path, metavar="DIR", help="write the files there instead of printing them")
+    p.add_argument(
+        "--output", type=Path, metavar="DIR", help="write the files there instead of printing them"
+    )
     p.add_argument("--json", action="store_true", help="print files and warnings as JSON")
     p.set_defaults(func=run)
 

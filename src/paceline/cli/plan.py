@@ -15,12 +15,16 @@ _DTYPES = ("bf16", "fp8", "fp4", "int8", "int4")
 
 def add_parser(subparsers: Any) -> None:
     """Adds the verb."""
-    p = subparsers.add_parser("plan", help="how far to draft, with what, and when not to, for a model on devices")
+    p = subparsers.add_parser(
+        "plan", help="how far to draft, with what, and when not to, for a model on devices"
+    )
     add_plan_arguments(p)
     p.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
     p.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page to explore")
     p.add_argument("--json", action="store_true", help="print the plan as JSON")
-    p.add_argument("--list", action="store_true", help="show models, devices, mechanisms and published acceptance")
+    p.add_argument(
+        "--list", action="store_true", help="show models, devices, mechanisms and published acceptance"
+    )
     p.set_defaults(func=run)
 
 
@@ -36,14 +40,27 @@ def add_plan_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-dtype", choices=_DTYPES, default="bf16", help="number format of a drafter")
     p.add_argument("--context-tokens", type=float, default=2048, metavar="N", help="mean prompt length")
     p.add_argument("--output-tokens", type=float, default=512, metavar="N", help="mean answer length")
-    p.add_argument("--draft", action="append", metavar="KIND[:MODEL]", help="a way to draft; repeat to compare")
-    p.add_argument("--acceptance", action="append", metavar="[KIND=]FILE|published:ID|0.82,0.74|AL:2.9@5|share:0.4@8",
-                   help="conditional acceptance by position, one for each --draft")  # fmt: skip
+    p.add_argument(
+        "--draft", action="append", metavar="KIND[:MODEL]", help="a way to draft; repeat to compare"
+    )
+    p.add_argument(
+        "--acceptance",
+        action="append",
+        metavar="[KIND=]FILE|published:ID|0.82,0.74|AL:2.9@5|share:0.4@8",
+        help="conditional acceptance by position, one for each --draft",
+    )
     p.add_argument("--survival", action="append", metavar="0.82,0.61,...", help="running products instead")
     p.add_argument("--trace", type=Path, metavar="FILE", help="acceptance from a trace of Paceline's engine")
-    p.add_argument("--engine", default="any", metavar="NAME", help="vllm, sglang, trtllm, llamacpp, ... (its round costs)")
+    p.add_argument(
+        "--engine",
+        default="any",
+        metavar="NAME",
+        help="vllm, sglang, trtllm, llamacpp, ... (its round costs)",
+    )
     p.add_argument("--max-draft-length", type=int, default=8, metavar="N", help="longest draft looked at")
-    p.add_argument("--min-tokens-per-user", type=float, metavar="N", help="service level: tokens/s of each user")
+    p.add_argument(
+        "--min-tokens-per-user", type=float, metavar="N", help="service level: tokens/s of each user"
+    )
     p.add_argument("--max-ttft", type=float, metavar="S", help="service level: seconds to the first token")
     p.add_argument("--concurrency", type=int, metavar="N", help="requests in flight at most")
 
@@ -77,13 +94,24 @@ def request_of(args: argparse.Namespace) -> Any:
     from paceline.plan.planner import PlanRequest
 
     return PlanRequest(
-        model=args.model, hardware=args.hardware, devices=args.devices or max(args.tp, args.ep), tensor=args.tp,
-        expert=args.ep, dtype=args.dtype, kv_dtype=args.kv_dtype, context_tokens=args.context_tokens,
-        output_tokens=args.output_tokens, drafts=pair_drafts(args), survival=bool(args.survival),
-        longest=args.max_draft_length, min_tokens_per_user=args.min_tokens_per_user, max_ttft=args.max_ttft,
-        concurrency=args.concurrency, draft_dtype=args.draft_dtype,
+        model=args.model,
+        hardware=args.hardware,
+        devices=args.devices or max(args.tp, args.ep),
+        tensor=args.tp,
+        expert=args.ep,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        context_tokens=args.context_tokens,
+        output_tokens=args.output_tokens,
+        drafts=pair_drafts(args),
+        survival=bool(args.survival),
+        longest=args.max_draft_length,
+        min_tokens_per_user=args.min_tokens_per_user,
+        max_ttft=args.max_ttft,
+        concurrency=args.concurrency,
+        draft_dtype=args.draft_dtype,
         engine=args.engine,
-    )  # fmt: skip
+    )
 
 
 def pair_drafts(args: argparse.Namespace) -> tuple[tuple[str, str | None], ...]:
@@ -93,18 +121,24 @@ def pair_drafts(args: argparse.Namespace) -> tuple[tuple[str, str | None], ...]:
     drafts: list[str] = args.draft or []
     given: list[str] = args.survival or args.acceptance or []
     if args.survival and args.acceptance:
-        raise InvalidParameter("survival", args.survival, "given without --acceptance: one kind of rate at a time")
+        raise InvalidParameter(
+            "survival", args.survival, "given without --acceptance: one kind of rate at a time"
+        )
     if args.trace:
         given = [*given, str(args.trace)]
     active = [d for d in drafts if d != "none"]
-    named = dict(g.split("=", 1) for g in given if "=" in g and g.split("=", 1)[0] in {*active, *_heads(active)})
+    named = dict(
+        g.split("=", 1) for g in given if "=" in g and g.split("=", 1)[0] in {*active, *_heads(active)}
+    )
     plain = [g for g in given if g not in {f"{k}={v}" for k, v in named.items()}]
     waiting = [d for d in active if d not in named and d.partition(":")[0] not in named]
     if plain and len(plain) != len(waiting):
         raise InvalidParameter(
-            "acceptance", ", ".join(plain), f"one for each --draft without its own ({', '.join(waiting) or 'none'})",
+            "acceptance",
+            ", ".join(plain),
+            f"one for each --draft without its own ({', '.join(waiting) or 'none'})",
             "Write KIND=ACCEPTANCE to say whose it is.",
-        )  # fmt: skip
+        )
     order = iter(plain)
     return tuple((d, named.get(d) or named.get(d.partition(":")[0]) or next(order, None)) for d in active)
 
@@ -120,20 +154,27 @@ def _listing(as_json: bool) -> str:
     from paceline.plan.mechanisms import KINDS
     from paceline.report.plan_text import table
 
-    models, devices, curves = list_models(), list_hardware(), list_published()
+    models = [
+        (m.name, f"{m.parameters / 1e9:.1f}", f"{m.active_parameters / 1e9:.1f}") for m in list_models()
+    ]
+    devices = [
+        (
+            d.name,
+            d.title,
+            *(f"{v:.0f}" for v in (d.flops_per_s["bf16"] / 1e12, d.bandwidth_bytes_per_s / 1e9)),
+            f"{d.memory_bytes / 1e9:.0f}",
+        )
+        for d in list_hardware()
+    ]
+    curves = [(f"published:{c['name']}", c["kind"], c["data"]) for c in list_published()]
+    heads = {
+        "models": ("model", "B", "active B"),
+        "devices": ("device", "title", "bf16 TFLOP/s", "GB/s", "GB"),
+        "published": ("published acceptance", "kind", "data"),
+    }
+    tables: dict[str, list[tuple[str, ...]]] = {"models": models, "devices": devices, "published": curves}
     if as_json:
-        return json.dumps({
-            "models": [{"name": m.name, "parameters": m.parameters, "active": m.active_parameters, "source": m.source}
-                       for m in models],
-            "devices": [{"name": d.name, "title": d.title, "source": d.source} for d in devices],
-            "mechanisms": list(KINDS), "published": [c["name"] for c in curves],
-        }, indent=1)  # fmt: skip
-    return "\n\n".join([
-        table(("model", "B", "active B"), [(m.name, f"{m.parameters / 1e9:.1f}", f"{m.active_parameters / 1e9:.1f}")
-                                           for m in models]),
-        table(("device", "title", "bf16 TFLOP/s", "GB/s", "GB"),
-              [(d.name, d.title, f"{d.flops_per_s['bf16'] / 1e12:.0f}", f"{d.bandwidth_bytes_per_s / 1e9:.0f}",
-                f"{d.memory_bytes / 1e9:.0f}") for d in devices]),
-        "mechanisms: " + ", ".join(KINDS),
-        table(("published acceptance", "kind", "data"), [(f"published:{c['name']}", c["kind"], c["data"]) for c in curves]),
-    ])  # fmt: skip
+        named = {k: [dict(zip(heads[k], row, strict=True)) for row in rows] for k, rows in tables.items()}
+        return json.dumps({**named, "mechanisms": list(KINDS)}, indent=1)
+    parts = [table(heads[k], rows) for k, rows in tables.items()]
+    return "\n\n".join([*parts, "mechanisms: " + ", ".join(KINDS)])

@@ -20,7 +20,9 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--data", type=Path, metavar="DIR", help="folder of the large measurement sets")
     p.add_argument("--set", action="append", choices=SETS, dest="sets", help="only this set; repeat for more")
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
-    p.add_argument("--write-residuals", type=Path, metavar="FILE", help="write the residuals that uncalibrated bands use")
+    p.add_argument(
+        "--write-residuals", type=Path, metavar="FILE", help="write the residuals that uncalibrated bands use"
+    )
     p.set_defaults(func=run)
 
 
@@ -31,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     from paceline.report.validation_text import validation_text
 
     if args.data is None and set(args.sets or ("package",)) != {"package"}:
-        raise UsageError("--set needs --data DIR with the measurements; without it the package's own table is checked")
+        raise UsageError(
+            "--set needs --data DIR with the measurements; without it the package's own table is checked"
+        )
     names = args.sets or (("package",) if args.data is None else SETS)
     figures = []
     for name in names:

@@ -12,11 +12,21 @@ __all__ = ["add_parser", "run"]
 
 # Flag -> field of the request.
 CHANGES = {
-    "model": "model", "hardware": "hardware", "devices": "devices", "tp": "tensor", "ep": "expert", "dtype": "dtype",
-    "kv_dtype": "kv_dtype", "context_tokens": "context_tokens", "output_tokens": "output_tokens",
-    "concurrency": "concurrency", "min_tokens_per_user": "min_tokens_per_user", "max_ttft": "max_ttft",
-    "max_draft_length": "longest", "engine": "engine",
-}  # fmt: skip
+    "model": "model",
+    "hardware": "hardware",
+    "devices": "devices",
+    "tp": "tensor",
+    "ep": "expert",
+    "dtype": "dtype",
+    "kv_dtype": "kv_dtype",
+    "context_tokens": "context_tokens",
+    "output_tokens": "output_tokens",
+    "concurrency": "concurrency",
+    "min_tokens_per_user": "min_tokens_per_user",
+    "max_ttft": "max_ttft",
+    "max_draft_length": "longest",
+    "engine": "engine",
+}
 _WHOLE = ("devices", "tp", "ep", "concurrency", "max_draft_length")
 _REAL = ("context_tokens", "output_tokens", "min_tokens_per_user", "max_ttft")
 
@@ -28,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
     for flag in CHANGES:
         kind = int if flag in _WHOLE else float if flag in _REAL else str
         p.add_argument(f"--{flag.replace('_', '-')}", type=kind, default=None)
-    p.add_argument("--draft", action="append", metavar="KIND[:MODEL]", help="other drafters, with their --acceptance")
+    p.add_argument(
+        "--draft", action="append", metavar="KIND[:MODEL]", help="other drafters, with their --acceptance"
+    )
     p.add_argument("--acceptance", action="append", help="other acceptance, one for each drafter")
     p.add_argument("--output", type=Path, metavar="FILE", help="write the new plan")
     p.add_argument("--json", action="store_true", help="print both answers as JSON")
@@ -46,14 +58,20 @@ def run(args: argparse.Namespace) -> int:
     new = make_plan(request)
     if args.output:
         new.write(args.output)
-    print(json.dumps({"plan": old["answer"], "whatif": new["answer"]}, indent=1) if args.json else compare_plans(old, new))
+    print(
+        json.dumps({"plan": old["answer"], "whatif": new["answer"]}, indent=1)
+        if args.json
+        else compare_plans(old, new)
+    )
     return 0
 
 
 def _changed(args: argparse.Namespace, request: Any) -> Any:
     from paceline.cli.plan import pair_drafts
 
-    changes = {field: getattr(args, flag) for flag, field in CHANGES.items() if getattr(args, flag) is not None}
+    changes = {
+        field: getattr(args, flag) for flag, field in CHANGES.items() if getattr(args, flag) is not None
+    }
     if args.draft or args.acceptance:
         args.draft = args.draft or [d for d, _ in request.drafts]
         changes |= {"drafts": pair_drafts(args), "survival": False}

@@ -4,9 +4,10 @@
     survival[i]     running product of acceptance
     AL(D)           1 + survival[1] + ... + survival[D]                 1 <= AL <= 1 + D
 
-0 and 1 are legal. Beyond the last known position the last value is held and the result is flagged as extrapolated;
-block drafters are not extrapolated at all. A profile may depend on context (drafters trained on short windows lose
-their touch beyond them) and is kept per sampling temperature: the greedy figure is not the one at temperature 1.
+0 and 1 are legal. Beyond the last known position the last value is held and the result is flagged as
+extrapolated; block drafters are not extrapolated at all. A profile may depend on context (drafters trained
+on short windows lose their touch beyond them) and is kept per sampling temperature: the greedy figure is not
+the one at temperature 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Acceptance:
                  which its values hold; empty: `conditional` holds everywhere
     all_rounds   measured over every round, also those in which the drafter proposed nothing
     parts        (token share, profile) of the kinds of traffic a mixture was made of
-    draws        [draws, positions] resampled conditional acceptance; empty: the spread is assumed (`logit_sd`)
+    draws        [draws, positions] resampled conditional acceptance; empty: the spread is assumed
+                 (`logit_sd`)
     """
 
     conditional: tuple[float, ...]
@@ -115,7 +117,8 @@ class Acceptance:
 
 def _survival(known: Sequence[float], length: int) -> Array:
     padded = list(known[:length]) + [known[-1]] * max(0, length - len(known))
-    return np.cumprod(np.array(padded, dtype=np.float64)) if length else np.zeros(0)
+    survival: Array = np.cumprod(np.array(padded, dtype=np.float64))
+    return survival
 
 
 def _shifted(a: float, shift: float) -> float:
@@ -124,26 +127,34 @@ def _shifted(a: float, shift: float) -> float:
     return 1 / (1 + math.exp(-(math.log(a / (1 - a)) + shift)))
 
 
-def acceptance_from_survival(survival: Sequence[float], source: str, origin: Origin = Origin.MEASURED) -> Acceptance:
+def acceptance_from_survival(
+    survival: Sequence[float], source: str, origin: Origin = Origin.MEASURED
+) -> Acceptance:
     """From running products (prefix-accepted rates); they must not rise."""
     _check(survival, "survival")
     for i in range(1, len(survival)):
         if survival[i] > survival[i - 1] + 1e-9:
             raise InvalidParameter(
-                f"survival at position {i + 1}", survival[i],
-                f"at most the one before it ({survival[i - 1]:g}); if these are conditional rates use --acceptance",
-            )  # fmt: skip
+                f"survival at position {i + 1}",
+                survival[i],
+                f"at most the one before it ({survival[i - 1]:g}); if these are conditional rates use "
+                "--acceptance",
+            )
     before = [1.0, *survival[:-1]]
     conditional = tuple(min(1.0, s / b) if b > 0 else 0.0 for s, b in zip(survival, before, strict=True))
     return Acceptance(conditional, source, origin)
 
 
-def acceptance_from_lengths(lengths: Sequence[float], source: str, origin: Origin = Origin.MEASURED) -> Acceptance:
+def acceptance_from_lengths(
+    lengths: Sequence[float], source: str, origin: Origin = Origin.MEASURED
+) -> Acceptance:
     """From AL(1), AL(2), ... of independent runs: increments made non-increasing first (runs are noisy)."""
     for d, al in enumerate(lengths, start=1):
         if not 1 <= al <= 1 + d:
             raise InvalidParameter(
-                f"AL at draft length {d}", al, f"1 to {1 + d}: a round emits its own token and at most {d} drafts"
+                f"AL at draft length {d}",
+                al,
+                f"1 to {1 + d}: a round emits its own token and at most {d} drafts",
             )
     increments = np.diff([1.0, *lengths])
     survival = np.clip(_non_increasing(increments), 0.0, 1.0)
@@ -173,9 +184,11 @@ def acceptance_from_length(length: float, draft_length: int, source: str) -> Acc
         raise InvalidParameter("draft length", draft_length, "a whole number from 1")
     if not 1 <= length <= 1 + draft_length:
         raise InvalidParameter(
-            "AL", length, f"1 to {1 + draft_length} at draft length {draft_length}: the target's own token counts, "
-            "and no round emits more than 1 + D"
-        )  # fmt: skip
+            "AL",
+            length,
+            f"1 to {1 + draft_length} at draft length {draft_length}: the target's own token counts, "
+            "and no round emits more than 1 + D",
+        )
     low, high = 0.0, 1.0
     for _ in range(80):
         middle = (low + high) / 2

@@ -22,7 +22,9 @@ __all__ = ["Calibrated", "calibrate_request", "suggest_first", "suggest_next"]
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """The fit, as a plan keeps it, and the rows it was made of with their residuals (log predicted / measured)."""
+    """The fit, as a plan keeps it, and the rows it was made of with their residuals (log predicted /
+    measured).
+    """
 
     calibration: Calibration
     fit: Fit
@@ -41,7 +43,9 @@ def calibrate_request(request: PlanRequest, timings: Sequence[Timing]) -> Calibr
     """Fits the constants. Rows far above the fit in one region are left out of it and named as a cliff."""
     scenario, mechanism = scenario_of(dataclasses.replace(request, calibration=None)), _drafter(request)
     if mechanism.kind == "none" and any(t.draft_length for t in timings):
-        raise InvalidParameter("draft", None, "the mechanism the timings drafted with", "Write --draft KIND[:MODEL].")
+        raise InvalidParameter(
+            "draft", None, "the mechanism the timings drafted with", "Write --draft KIND[:MODEL]."
+        )
     rows = list(timings)
     fit, predictor = _fit(scenario, mechanism, rows)
     # Residuals are log predicted minus log measured rates: above log 1.25 the row was that much slower.
@@ -55,9 +59,13 @@ def calibrate_request(request: PlanRequest, timings: Sequence[Timing]) -> Calibr
     keep = [i for i, n in enumerate(fit.names) if n in constants]
     curve = tuple(1 / (1 + np.exp(-fit.mode[-2:]))) if predictor.curve else None
     made = Calibration(
-        constants, fit.covariance[np.ix_(keep, keep)], fit.noise, len(rows), float(np.median(np.abs(fit.residuals))),
+        constants,
+        fit.covariance[np.ix_(keep, keep)],
+        fit.noise,
+        len(rows),
+        float(np.median(np.abs(fit.residuals))),
         None if curve is None else (float(curve[0]), float(curve[1])),
-    )  # fmt: skip
+    )
     return Calibrated(made, fit, predictor, tuple(_ordered(rows)), scenario, tuple(cliffs))
 
 
@@ -95,14 +103,16 @@ def suggest_next(request: PlanRequest, made: Calibrated) -> Suggestion:
     """The point whose measurement takes away most expected regret."""
     found = mechanisms_of(request, needs_acceptance=False)
     mechanism, acceptance = found[0] if found else (Mechanism("none"), None)
-    lengths = np.arange(request.longest + 1)
+    lengths = np.arange(request.longest + 1, dtype=np.float64)
     if acceptance is not None:
         al = acceptance.lengths(request.longest, made.scenario.load.mean_context)
     elif made.calibration.survival_fit is not None:
         s, r = made.calibration.survival_fit
-        al = 1 + s * (1 - r**lengths) / (1 - r)
+        al = np.asarray(1 + s * (1 - r**lengths) / (1 - r))
     else:
-        raise InvalidParameter("acceptance", None, "a profile, so that regret can be told", "Give --acceptance.")
+        raise InvalidParameter(
+            "acceptance", None, "a profile, so that regret can be told", "Give --acceptance."
+        )
     largest = request.concurrency or 256
     batches = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, largest} & set(range(1, largest + 1)))
     return suggest(made.scenario, mechanism, made.fit, made.predictor, lengths, np.asarray(al), batches)

@@ -1,8 +1,8 @@
 """Fits the cost model's constants to a few timings, and says how sure it is afterwards.
 
-Unknowns are logarithms of the constants (priors: `constants.PRIOR_SD`), and, where timings carry no acceptance
-length, the acceptance curve AL(D) = 1 + sum s r^(i-1). Residuals are logarithmic. The fit is the posterior mode by
-Levenberg-Marquardt, its spread the Laplace covariance, scaled by the residuals it leaves.
+Unknowns are logarithms of the constants (priors: `constants.PRIOR_SD`), and, where timings carry no
+acceptance length, the acceptance curve AL(D) = 1 + sum s r^(i-1). Residuals are logarithmic. The fit is the
+posterior mode by Levenberg-Marquardt, its spread the Laplace covariance, scaled by the residuals it leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from paceline.plan.constants import PRIOR_SD, Constants, prior_constants
 from paceline.plan.residuals import Spread
 from paceline.plan.timings import Ledger, Timing
 
-__all__ = ["FITTED", "Calibration", "Fit", "Predictor", "calibrate", "calibrated_spread", "fit_logs", "predictive_sd"]
+__all__ = [
+    "FITTED",
+    "Calibration",
+    "Fit",
+    "Predictor",
+    "calibrate",
+    "calibrated_spread",
+    "fit_logs",
+    "predictive_sd",
+]
 
 Array = npt.NDArray[np.float64]
 NOISE = 0.042  # prior log standard deviation of one timing around the model, over batches and contexts
@@ -76,7 +85,7 @@ def fit_logs(
             if damping > 1e8:
                 break
     jacobian = _jacobian(stacked, x, value)
-    residuals = predict(x) - observed
+    residuals: Array = np.asarray(predict(x) - observed)
     free = max(len(observed) - 0.5 * len(names), 1.0)
     spread = math.sqrt((_NOISE_WEIGHT * noise**2 + float(residuals @ residuals)) / (_NOISE_WEIGHT + free))
     data = jacobian[: len(observed)] * (noise / spread)
@@ -119,9 +128,13 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "logs": dict(self.logs), "covariance": self.covariance.tolist(), "noise": self.noise, "rows": self.rows,
-            "median_error": self.median_error, "survival_fit": list(self.survival_fit) if self.survival_fit else None,
-        }  # fmt: skip
+            "logs": dict(self.logs),
+            "covariance": self.covariance.tolist(),
+            "noise": self.noise,
+            "rows": self.rows,
+            "median_error": self.median_error,
+            "survival_fit": list(self.survival_fit) if self.survival_fit else None,
+        }
 
     def constants(self, family: str, engine: str = "any") -> Constants:
         known = {f.name for f in dataclasses.fields(Constants)}
@@ -134,14 +147,22 @@ class Calibration:
 
 
 def calibrated_spread(calibration: Calibration) -> Spread:
-    """80 % factors of times after calibration: noise of the timings around the model, plus what is left of the prior.
+    """80 % factors of times after calibration: noise of the timings around the model, plus what is left of
+    the prior.
 
-    The overheads' share of a step is small, so the remaining parameter spread is taken as a quarter of its mean.
+    The overheads' share of a step is small, so the remaining parameter spread is taken as a quarter of its
+    mean.
     """
     left = float(np.sqrt(np.diag(calibration.covariance)).mean()) / 4
     sd = Z80 * math.hypot(calibration.noise, left)
-    return Spread(math.exp(-sd), math.exp(sd), math.exp(-2 * sd), math.exp(2 * sd), Origin.INTERPOLATED,
-                  f"calibrated on {calibration.rows} timings")  # fmt: skip
+    return Spread(
+        math.exp(-sd),
+        math.exp(sd),
+        math.exp(-2 * sd),
+        math.exp(2 * sd),
+        Origin.INTERPOLATED,
+        f"calibrated on {calibration.rows} timings",
+    )
 
 
 # What timings of whole rounds can tell apart; the rest stays at its prior.
@@ -153,21 +174,32 @@ _CURVE_SD = np.array([0.5, 0.3])
 
 
 def calibrate(
-    ledgers: Sequence[Ledger], timings: Sequence[Sequence[Timing]], prior: Constants, fitted: Sequence[str] = FITTED
+    ledgers: Sequence[Ledger],
+    timings: Sequence[Sequence[Timing]],
+    prior: Constants,
+    fitted: Sequence[str] = FITTED,
 ) -> tuple[Fit, Predictor]:
     """Fits the constants to timings; ledger i holds the work of the rows of timings[i]."""
     if not any(timings):
-        raise InvalidParameter("timings", 0, "at least one row; six are enough: batch 1 and about half the largest, "
-                               "each with draft length 0, 1 to 3, and 5 or more")  # fmt: skip
+        raise InvalidParameter(
+            "timings",
+            0,
+            "at least one row; six are enough: batch 1 and about half the largest, "
+            "each with draft length 0, 1 to 3, and 5 or more",
+        )
     rows = [t for group in timings for t in group]
     unknown = any(t.draft_length > 0 and t.acceptance_length is None for t in rows)
     needed = any(t.tokens_per_s is not None for t in rows)
     predictor = Predictor(tuple(fitted), prior, unknown and needed)
     observed = np.log([1 / t.round_s if t.round_s else float(t.tokens_per_s or 0.0) for t in rows])
     fit = fit_logs(
-        lambda x: predictor.log_rates(x, ledgers, timings), observed, predictor.names, predictor.prior_sd(),
-        predictor.prior_mean(), NOISE if len({(t.batch, t.context) for t in rows}) > 1 else NOISE_AT_ONE_POINT,
-    )  # fmt: skip
+        lambda x: predictor.log_rates(x, ledgers, timings),
+        observed,
+        predictor.names,
+        predictor.prior_sd(),
+        predictor.prior_mean(),
+        NOISE if len({(t.batch, t.context) for t in rows}) > 1 else NOISE_AT_ONE_POINT,
+    )
     return fit, predictor
 
 
@@ -192,7 +224,9 @@ class Predictor:
         return np.concatenate([own, _CURVE_MEAN]) if self.curve else own
 
     def constants(self, x: Array) -> Constants:
-        return self.prior.scaled({n: float(v) for n, v in zip(self.fitted, x[: len(self.fitted)], strict=True)})
+        return self.prior.scaled(
+            {n: float(v) for n, v in zip(self.fitted, x[: len(self.fitted)], strict=True)}
+        )
 
     def tokens(self, x: Array, draft_length: Array, measured: Sequence[float | None]) -> Array:
         """Tokens a round: as measured, or from the fitted curve 1 + sum s r^(i-1)."""

@@ -113,7 +113,9 @@ def _full(f: _Fields, hidden: int, layers: int, window: int | None) -> Attention
     if window is None and f.maybe("global_head_dim") is not None:
         dim, kv_heads = f.whole("global_head_dim"), f.maybe("num_global_key_value_heads") or kv_heads
     if heads % kv_heads:
-        raise ModelFormatError(f"{f.name} has {heads} query heads over {kv_heads} key-value heads; must divide")
+        raise ModelFormatError(
+            f"{f.name} has {heads} query heads over {kv_heads} key-value heads; must divide"
+        )
     return Attention(
         kind="full",
         layers=layers,
@@ -232,7 +234,9 @@ def _feed_forward(f: _Fields, layers: int) -> tuple[FeedForward, ...]:
     sparse = (layers - dense) // step
     groups = [FeedForward(sparse, inner, matrices, experts, active, shared)]
     if layers - sparse:
-        groups.append(FeedForward(layers - sparse, f.whole("intermediate_size_mlp", "intermediate_size"), matrices))
+        groups.append(
+            FeedForward(layers - sparse, f.whole("intermediate_size_mlp", "intermediate_size"), matrices)
+        )
     return tuple(groups)
 
 
@@ -269,14 +273,18 @@ def find_model(name: str | Path) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise ModelNotFound(f"{path.parent} has no config.json; give a model folder, a config.json or a known name")
+            raise ModelNotFound(
+                f"{path.parent} has no config.json; give a model folder, a config.json or a known name"
+            )
     if path.is_file():
         return shape_from_config(path.parent.name or str(path), _read(path), f"{path.name} given by the user")
     rows, aliases, sources = _known()
     key = aliases.get(normalise(str(name)))
     if key is None:
         close = nearest(str(name), rows)
-        offer = f"nearest known: {', '.join(close)}" if close else "`paceline plan --list` shows the known ones"
+        offer = (
+            f"nearest known: {', '.join(close)}" if close else "`paceline plan --list` shows the known ones"
+        )
         raise ModelNotFound(
             f"no model {str(name)!r}: neither a file, a folder nor a known name ({offer}); "
             "for another model give its config.json"

@@ -1,9 +1,9 @@
 """The constants of the cost model: what separates a data sheet from a clock.
 
-Priors per device family come from operator timings published by aiconfigurator (GEMM, attention, mixture-of-experts
-and all-reduce tables at 095f58a; fits in docs/planning.md) and from published speculative rounds; none was fitted
-to the end-to-end rows that `paceline validate` predicts. Each carries a log standard deviation, so that calibration
-and the bands start from the same place.
+Priors per device family come from operator timings published by aiconfigurator (GEMM, attention,
+mixture-of-experts and all-reduce tables at 095f58a; fits in docs/planning.md) and from published speculative
+rounds; none was fitted to the end-to-end rows that `paceline validate` predicts. Each carries a log standard
+deviation, so that calibration and the bands start from the same place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Constants:
     elementwise_s          one small kernel (norm, rotary, residual, activation)
     collective_s, link     one all-reduce or all-to-all; fraction of the link's rate
     starts                 multiplies every start below the host's: kernels, attention, experts, collectives
-    row_s                  per scored row beyond its operators (sampling, permutation, quantisation, bookkeeping)
+    row_s                  per scored row beyond its operators (sampling, permutation, quantisation,
+                           bookkeeping)
     host_s                 scheduling that the device waits for, per step
     round_s                what a speculative round costs beyond its passes (acceptance test, bookkeeping)
     draft_step_s           one step of a serial drafter beyond its pass
@@ -66,11 +67,16 @@ class Constants:
 
     def scaled(self, logs: Mapping[str, float]) -> Constants:
         """These constants with exp(logs[name]) times the named ones."""
-        return dataclasses.replace(self, **{k: getattr(self, k) * math.exp(v) for k, v in logs.items()})
+        return self.replaced({k: getattr(self, k) * math.exp(v) for k, v in logs.items()})
+
+    def replaced(self, values: Mapping[str, float]) -> Constants:
+        """These constants with the named ones set."""
+        known = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Constants(**{**known, **values})
 
 
-# Log standard deviations of the priors: about 20 % for efficiencies, 40 % for kernel starts, and wide for what
-# engines differ in most, the host time of a step and the cost of a row.
+# Log standard deviations of the priors: about 20 % for efficiencies, 40 % for kernel starts, and wide for
+# what engines differ in most, the host time of a step and the cost of a row.
 PRIOR_SD: Mapping[str, float] = {
     "weight_bandwidth": 0.15,
     "expert_bandwidth": 0.25,
@@ -106,8 +112,9 @@ _BY_FAMILY: Mapping[str, Mapping[str, float]] = {
 }
 
 
-# TensorRT-LLM drafts and tests acceptance inside the captured graph (one-engine MTP and EAGLE-3), so a round costs
-# little beyond its passes; the other engines return to the host between the passes (0.8 to 1.9 ms measured).
+# TensorRT-LLM drafts and tests acceptance inside the captured graph (one-engine MTP and EAGLE-3), so a round
+# costs little beyond its passes; the other engines return to the host between the passes (0.8 to 1.9 ms
+# measured).
 ENGINES: Mapping[str, Mapping[str, float]] = {
     "any": {},
     "vllm": {},
@@ -120,7 +127,9 @@ ENGINES: Mapping[str, Mapping[str, float]] = {
 
 
 def prior_constants(family: str, engine: str = "any") -> Constants:
-    """The prior for a device family ("hbm", "gddr", "apple" or "cpu") under an engine, "any" where none is chosen."""
+    """The prior for a device family ("hbm", "gddr", "apple" or "cpu") under an engine, "any" where none is
+    chosen.
+    """
     if engine not in ENGINES:
         raise InvalidParameter("engine", engine, ", ".join(ENGINES))
-    return dataclasses.replace(Constants(), **{**_BY_FAMILY[family], **ENGINES[engine]})
+    return Constants().replaced({**_BY_FAMILY[family], **ENGINES[engine]})

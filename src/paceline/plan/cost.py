@@ -2,10 +2,11 @@
 
     T(B, q, L) = host + sum over operators of  start + (bytes_s^p + flops_s^p)^(1/p)
 
-bytes_s and flops_s are the seconds the operator needs at the attainable memory and compute rate; q = 1 + D tokens
-of each of B sequences with L cached tokens. Weights are read once a pass, cached rows once a sequence, however many
-tokens are scored (facts of the roofline: arXiv 2211.17192 section 3.4; attention intensity 2G(1+D): NVIDIA
-co-design post, part 3). Rows are padded to graph buckets and matrix tiles, so the steps stay visible.
+bytes_s and flops_s are the seconds the operator needs at the attainable memory and compute rate; q = 1 + D
+tokens of each of B sequences with L cached tokens. Weights are read once a pass, cached rows once a sequence,
+however many tokens are scored (facts of the roofline: arXiv 2211.17192 section 3.4; attention intensity
+2G(1+D): NVIDIA co-design post, part 3). Rows are padded to graph buckets and matrix tiles, so the steps stay
+visible.
 
 `step_time` is pure: same arguments, same answer. Arrays broadcast; a grid is one call.
 """
@@ -113,12 +114,16 @@ class StepCost:
 def pad_rows(rows: Array) -> Array:
     """Rows as a captured graph runs them: 1, 2, 4, multiples of 8 to 256, multiples of 16 beyond."""
     rows = np.asarray(rows, dtype=np.float64)
-    small = np.where(rows <= 1, 1.0, np.where(rows <= 2, 2.0, np.where(rows <= 4, 4.0, np.ceil(rows / 8) * 8)))
+    small = np.where(
+        rows <= 1, 1.0, np.where(rows <= 2, 2.0, np.where(rows <= 4, 4.0, np.ceil(rows / 8) * 8))
+    )
     return np.where(rows <= 256, small, np.ceil(rows / 16) * 16)
 
 
 def _tile(rows: Array, fmt: str) -> Array:
-    """Rows that the matrix unit computes. Measured steps at 64 and 128 for fp8 and fp4, almost none for bf16."""
+    """Rows that the matrix unit computes. Measured steps at 64 and 128 for fp8 and fp4, almost none for
+    bf16.
+    """
     if fmt in ("fp8", "fp4", "int8"):
         return np.where(rows <= 64, 64.0, np.ceil(rows / 128) * 128)
     return np.ceil(rows / 16) * 16
@@ -209,11 +214,15 @@ def _attend(
 
 def _attention_tile(rows: Array) -> Array:
     """Query rows per key-value head as the kernel computes them: 16, 32, 64, then multiples of 128."""
-    return np.where(rows <= 16, 16.0, np.where(rows <= 32, 32.0, np.where(rows <= 64, 64.0, np.ceil(rows / 128) * 128)))
+    return np.where(
+        rows <= 16, 16.0, np.where(rows <= 32, 32.0, np.where(rows <= 64, 64.0, np.ceil(rows / 128) * 128))
+    )
 
 
 def _recurrent(a: Attention, hw: Hardware, b: Array, q: Array, layout: Layout) -> Work:
-    """A state is read and written for every token: .53 + .445 q of a single token's time (measured, KDA on H200)."""
+    """A state is read and written for every token: .53 + .445 q of a single token's time (measured, KDA on
+    H200).
+    """
     state = 2 * 4 * a.state_numbers / layout.tensor
     return Work(
         "state",
@@ -241,11 +250,22 @@ def _feed(
 
 
 def _experts(
-    f: FeedForward, shape: ModelShape, hw: Hardware, b: Array, q: Array, p: Precision, layout: Layout, c: Constants
+    f: FeedForward,
+    shape: ModelShape,
+    hw: Hardware,
+    b: Array,
+    q: Array,
+    p: Precision,
+    layout: Layout,
+    c: Constants,
 ) -> Work:
     tokens = b * q
-    touched = active_experts(f.experts, f.active, effective_tokens(b, q, c.routing_correlation), c.routing_skew)
-    uneven = 1.15 if layout.expert > 1 else 1.0  # the slowest device holds more than its share of busy experts
+    touched = active_experts(
+        f.experts, f.active, effective_tokens(b, q, c.routing_correlation), c.routing_skew
+    )
+    uneven = (
+        1.15 if layout.expert > 1 else 1.0
+    )  # the slowest device holds more than its share of busy experts
     weights = f.matrices * shape.hidden * f.inner
     moved = tokens * f.active * (2 * shape.hidden + 2 * f.inner) * 2
     bytes_read = f.layers * (touched * weights * weight_bytes(p.experts) + moved) * uneven / layout.devices
@@ -267,8 +287,14 @@ def _head(shape: ModelShape, hw: Hardware, rows: Array, p: Precision, layout: La
     """Logits of every row and three passes over them in float32 (scale, filter, draw)."""
     work = _product("head", shape.head_weights / layout.tensor, rows, 1.0, hw, "bf16", shape.hidden)
     logits = rows * shape.vocab * 4 * 3 / hw.bandwidth_bytes_per_s
-    return Work("head", work.bytes_s + logits, work.flops_s, {"kernel_s": 1.0, "elementwise_s": 8.0, "row_s": rows},
-                "weight_bandwidth", work.format)  # fmt: skip
+    return Work(
+        "head",
+        work.bytes_s + logits,
+        work.flops_s,
+        {"kernel_s": 1.0, "elementwise_s": 8.0, "row_s": rows},
+        "weight_bandwidth",
+        work.format,
+    )
 
 
 def _small(shape: ModelShape, hw: Hardware, rows: Array) -> Work:
@@ -289,7 +315,9 @@ def _collective(shape: ModelShape, hw: Hardware, rows: Array, layout: Layout) ->
     if layout.attention_groups > 1:
         active = max(f.active for f in shape.feed_forward) or 1
         moved = 2.0 * layers * size * active * (n - 1) / n
-    return Work("collectives", moved / link, np.zeros(()), {"collective_s": starts}, "link", "bf16", hard=True)
+    return Work(
+        "collectives", moved / link, np.zeros(()), {"collective_s": starts}, "link", "bf16", hard=True
+    )
 
 
 _STARTS = ("kernel_s", "attention_s", "experts_s", "elementwise_s", "collective_s")
@@ -332,7 +360,9 @@ def step_time(
     """Seconds of one target pass over `batch` sequences of `context` cached tokens, `width` tokens each."""
     for name, value in (("batch", batch), ("width", width), ("context", context)):
         if np.min(value) < (0 if name == "context" else 1):
-            raise InvalidParameter(name, float(np.min(value)), "1 or more" if name != "context" else "0 or more")
+            raise InvalidParameter(
+                name, float(np.min(value)), "1 or more" if name != "context" else "0 or more"
+            )
     c = constants or prior_constants(hardware.family)
     work = count_work(
         shape, hardware, batch, width, context, precision or Precision(), layout or Layout(), c

@@ -1,8 +1,9 @@
 """How many experts of a mixture-of-experts layer a set of tokens touches.
 
-Coupon collector under top-k routing: E(1 - (1 - k/E)^T) distinct experts for T independent tokens (MoESD, arXiv
-2505.19645, equation of N(t)); with uneven popularity the sum over experts of 1 - (1 - p_i)^T. Tokens of one request
-route alike, so its 1 + D tokens count for fewer (Cohere, 2026: four tokens load about 2.5 times one, not 4).
+Coupon collector under top-k routing: E(1 - (1 - k/E)^T) distinct experts for T independent tokens (MoESD,
+arXiv 2505.19645, equation of N(t)); with uneven popularity the sum over experts of 1 - (1 - p_i)^T. Tokens
+of one request route alike, so its 1 + D tokens count for fewer (Cohere, 2026: four tokens load about 2.5
+times one, not 4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The Pareto frontier of tokens/s per user against tokens/s per device, break-even, and the service-level question."""
+"""The Pareto frontier of tokens/s per user against tokens/s per device, break-even, and the service-level
+question.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def candidate(
     """Evaluates a mechanism at draft lengths 0 to `longest` (or to its block)."""
     bound = mechanism.longest
     top = longest if bound is None else min(longest, bound)
-    lengths = np.arange(top + 1)
+    lengths = np.arange(top + 1, dtype=np.float64)
     grid = evaluate(scenario, mechanism, acceptance, np.asarray(batches, dtype=float), lengths, contexts)
     limits = np.stack([max_batches(scenario, mechanism, lengths, float(c)) for c in contexts], axis=-1)
     first = first_token_seconds(scenario, mechanism, grid)
@@ -111,8 +113,8 @@ def envelope(candidates: Sequence[Candidate], spread: Spread, context: int = 0) 
 def break_even(c: Candidate, spread: Spread, context: int = 0) -> Estimate | None:
     """The largest batch up to which some draft length beats the plain engine; None where none ever does.
 
-    The range comes from cost ratios off by the spread of validated ratios: both ends are the break-even batches
-    under a ratio that much worse and better.
+    The range comes from cost ratios off by the spread of validated ratios: both ends are the break-even
+    batches under a ratio that much worse and better.
     """
     values = []
     for factor in (1.0, spread.ratio_high, spread.ratio_low):
@@ -137,7 +139,8 @@ def service_level(
     candidates: Sequence[Candidate], spread: Spread, min_user: float | None, max_first_token: float | None,
     concurrency: int | None, context: int = 0,
 ) -> Answer:  # fmt: skip
-    """Most tokens/s per device with at least `min_user` tokens/s a user and at most `max_first_token` seconds.
+    """Most tokens/s per device with at least `min_user` tokens/s a user and at most `max_first_token`
+    seconds.
 
     Raises `Infeasible` with the nearest reachable figure where nothing satisfies the wish.
     """
@@ -183,7 +186,8 @@ def _nothing(
         )
     if max_first_token is not None and reasons["first token"]:
         return (
-            f"no point keeps the time to first token under {max_first_token:g} s; shorten prompts, add devices or "
+            f"no point keeps the time to first token under {max_first_token:g} s; shorten prompts, add "
+            "devices or "
             "allow more time"
         )
     return "nothing fits in memory; use more devices (--devices, --tp) or a smaller number format"

@@ -1,4 +1,4 @@
-"""The five guidelines of the co-design post (NVIDIA, "Co-Designing AI Models Using Speculative Decoding", part 3)
+"""The five guidelines of NVIDIA's post "Co-Designing AI Models Using Speculative Decoding" (part 3 of a series),
 computed for one model, device and load: numbers, a sentence, and where the full cost model disagrees.
 """
 
@@ -17,7 +17,14 @@ from paceline.plan.residuals import Spread
 from paceline.plan.rounds import target_cost
 from paceline.plan.scenario import Scenario
 
-__all__ = ["Guideline", "attention_tiles", "fill_the_products", "low_latency", "start_length", "weigh_mechanisms"]
+__all__ = [
+    "Guideline",
+    "attention_tiles",
+    "fill_the_products",
+    "low_latency",
+    "start_length",
+    "weigh_mechanisms",
+]
 
 Array = npt.NDArray[np.float64]
 TILE = 128
@@ -25,7 +32,9 @@ TILE = 128
 
 @dataclass(frozen=True, slots=True)
 class Guideline:
-    """`verdict` says what to do here; `disagreement` where the full model says otherwise, empty where it agrees."""
+    """`verdict` says what to do here; `disagreement` where the full model says otherwise, empty where it
+    agrees.
+    """
 
     number: int
     title: str
@@ -39,7 +48,9 @@ def _figure(value: float, unit: str, source: str, origin: Origin = Origin.ROOFLI
 
 
 def _knee(scenario: Scenario) -> float:
-    """Rows at which a step without context takes 1.5 times its flat part (64 rows for a mixture of experts)."""
+    """Rows at which a step without context takes 1.5 times its flat part (64 rows for a mixture of
+    experts).
+    """
     rows = np.geomspace(1, 65536, 400)
     seconds = np.asarray(target_cost(scenario, rows, 1.0, 0.0).total_s)
     base = float(seconds[0]) if not scenario.shape.is_moe else float(np.interp(64, rows, seconds))
@@ -47,13 +58,17 @@ def _knee(scenario: Scenario) -> float:
     return float(rows[over[0]]) if over.size else float(rows[-1])
 
 
+def _ridge(scenario: Scenario, dtype: str, bandwidth: float) -> float:
+    """M* at the rates attained, not the data sheet's."""
+    c, hw = scenario.priced_by, scenario.hardware
+    return hw.ridge_rows(dtype) * c.compute * c.compute_by_format[hw.compute_format(dtype)] / bandwidth
+
+
 def fill_the_products(scenario: Scenario, batch: int, length: int) -> Guideline:
     """1: the draft length fills the matrix products without asking for more cache."""
     p, c, hw = scenario.precision, scenario.priced_by, scenario.hardware
-    fmt = hw.compute_format(p.linear)
-    attained = c.compute * c.compute_by_format[fmt] / c.weight_bandwidth
-    ridge = hw.ridge_rows(p.linear) * attained
-    expert = hw.ridge_rows(p.experts) * c.compute * c.compute_by_format[hw.compute_format(p.experts)] / c.expert_bandwidth
+    ridge = _ridge(scenario, p.linear, c.weight_bandwidth)
+    expert = _ridge(scenario, p.experts, c.expert_bandwidth)
     moe = [f for f in scenario.shape.feed_forward if f.experts]
     rule = expert * moe[0].experts / moe[0].active if moe else ridge
     knee = _knee(scenario)
@@ -65,7 +80,8 @@ def fill_the_products(scenario: Scenario, batch: int, length: int) -> Guideline:
         "rows where a whole step takes 1.5 times as long": _figure(knee, "rows", "full cost model"),
     }
     verdict = (
-        f"{hw.title} turns compute bound at {rule:.0f} rows of {scenario.shape.name}: a batch of {rule:.0f} without "
+        f"{hw.title} turns compute bound at {rule:.0f} rows of {scenario.shape.name}: a batch of "
+        f"{rule:.0f} without "
         f"drafts, {rule / 8:.0f} with D = 7, so at batch {batch} the products have room for D = "
         f"{max(0.0, rule / batch - 1):.0f}."
     )
@@ -73,9 +89,14 @@ def fill_the_products(scenario: Scenario, batch: int, length: int) -> Guideline:
     apart = ""
     if not 0.67 <= off <= 1.5:
         what = "experts, attention and launches" if moe else "attention, launches and the output head"
-        apart = f"the full model sees a step half as long again at {knee:.0f} rows, {off:.1f} times the rule: {what}."
+        apart = (
+            f"the full model sees a step half as long again at {knee:.0f} rows, {off:.1f} times the rule: "
+            f"{what}."
+        )
     if length > max(0.0, rule / batch - 1) + 0.5:
-        apart += f" At batch {batch} it still prefers D = {length}: the drafts pay although the products are full."
+        apart += (
+            f" At batch {batch} it still prefers D = {length}: the drafts pay although the products are full."
+        )
     return Guideline(1, "Fill the products with drafts, not with requests", values, verdict, apart.strip())
 
 
@@ -101,8 +122,10 @@ def start_length(scenario: Scenario, batch: int, best_at: int) -> Guideline:
     }
     applies = share >= 0.5
     verdict = (
-        f"G = {g:g}: attention fills its tile of {TILE} at D = {start}; it takes {share:.0%} of the step at batch "
-        f"{batch} and {scenario.load.mean_context:.0f} tokens, so the rule {'applies' if applies else 'does not bind'}."
+        f"G = {g:g}: attention fills its tile of {TILE} at D = {start}; it takes {share:.0%} of the "
+        "step at batch "
+        f"{batch} and {scenario.load.mean_context:.0f} tokens, so the rule "
+        f"{'applies' if applies else 'does not bind'}."
     )
     apart = "" if best_at == start else f"the full model's best length here is D = {best_at}, not {start}."
     return Guideline(2, "Where attention dominates begin at D = 128/G - 1", values, verdict, apart)
@@ -122,7 +145,10 @@ def attention_tiles(scenario: Scenario, longest: int, best_at: int) -> Guideline
     verdict = f"with G = {g:g} whole tiles come at D = {listed}; D = {best_at} fills {fill:.0%} of its tiles."
     apart = ""
     if best_at not in steps and rows > TILE:
-        apart = f"the full model keeps D = {best_at}: a partly filled tile costs less than the acceptance it brings."
+        apart = (
+            f"the full model keeps D = {best_at}: a partly filled tile costs less than the acceptance it "
+            "brings."
+        )
     return Guideline(3, "Then keep G(1 + D) a multiple of 128", values, verdict, apart)
 
 
@@ -141,7 +167,9 @@ def low_latency(candidate: Candidate, spread: Spread) -> Guideline:
     values = {
         "rho": _figure(rho, "draft layers / target layers", "configuration"),
         "best length by the rule": _figure(rule, "tokens", "S(D+1) (1 + rho D) > rho AL(D)"),
-        "speedup by the rule": _figure(lengths[rule] / (1 + rho * rule), "times", "AL / (1 + rho D)", Origin.ASSUMED),
+        "speedup by the rule": _figure(
+            lengths[rule] / (1 + rho * rule), "times", "AL / (1 + rho D)", Origin.ASSUMED
+        ),
         "best length by the full model": _figure(grid.lengths[best], "tokens", "full cost model, batch 1"),
         "speedup by the full model": spread.around(float(speed[best]), "times"),
     }
@@ -152,7 +180,10 @@ def low_latency(candidate: Candidate, spread: Spread) -> Guideline:
     )
     apart = ""
     if best != rule:
-        apart = f"layers alone would draft {rule} tokens; the fixed cost of steps and rounds makes {best} the best."
+        apart = (
+            f"layers alone would draft {rule} tokens; the fixed cost of steps and rounds makes {best} the "
+            "best."
+        )
     return Guideline(4, "At low latency draft fast, and only while the gain pays", values, verdict, apart)
 
 
@@ -185,7 +216,8 @@ def weigh_mechanisms(candidates: Sequence[Candidate], spread: Spread) -> Guideli
     apart = ""
     if longest is not best:
         apart = (
-            f"{longest.mechanism.label} has the longest acceptance, {best.mechanism.label} is faster at batch 1: its "
+            f"{longest.mechanism.label} has the longest acceptance, {best.mechanism.label} is faster at "
+            "batch 1: its "
             "drafts cost less."
         )
     return Guideline(5, "Choose the mechanism by acceptance against overhead", values, verdict, apart)

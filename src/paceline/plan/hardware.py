@@ -1,8 +1,8 @@
 """Devices: peak rates, memory and links, each row with its source.
 
-`find_hardware(name)` reads the table that travels with the package (`data/devices.json`); a device of your own is
-a `Hardware` you build. Peaks are dense, without sparsity. Nothing here is measured by Paceline: the cost model
-multiplies peaks by efficiencies (`constants.py`), and calibration replaces those.
+`find_hardware(name)` reads the table that travels with the package (`data/devices.json`); a device of your
+own is a `Hardware` you build. Peaks are dense, without sparsity. Nothing here is measured by Paceline: the
+cost model multiplies peaks by efficiencies (`constants.py`), and calibration replaces those.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class Hardware:
 
     def ridge_rows(self, dtype: str) -> float:
         """Rows M at which a large product turns compute bound: M* = F * bytes per weight / (2 * BW)."""
-        return self.flops_per_s[self.compute_format(dtype)] * weight_bytes(dtype) / (2 * self.bandwidth_bytes_per_s)
+        return (
+            self.flops_per_s[self.compute_format(dtype)]
+            * weight_bytes(dtype)
+            / (2 * self.bandwidth_bytes_per_s)
+        )
 
 
 def weight_bytes(dtype: str) -> float:

@@ -1,12 +1,14 @@
-"""Acceptance from what people have: our traces, engines' metrics, benchmark results, published curves, plain numbers.
+"""Acceptance from what people have: our traces, engines' metrics, benchmark results, published curves, plain
+numbers.
 
 Every importer says which kind of rate it read: vLLM and llama.cpp export prefix-accepted counts (survival),
-TensorRT-LLM drafted and accepted counts by position, SGLang only a length. Refused: rates measured on random token
-prompts or past the natural end of the text, which are not the acceptance of any real traffic.
+TensorRT-LLM drafted and accepted counts by position, SGLang only a length. Refused: rates measured on random
+token prompts or past the natural end of the text, which are not the acceptance of any real traffic.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -42,13 +44,15 @@ FILE_SCHEMA = "paceline.acceptance/1"
 _ASSUMED_LOGIT_SD = 0.25  # spread of the logit between domains of one drafter, where no samples tell
 
 
-def acceptance_from_points(points: Mapping[int, float], source: str, origin: Origin = Origin.MEASURED) -> Acceptance:
+def acceptance_from_points(
+    points: Mapping[int, float], source: str, origin: Origin = Origin.MEASURED
+) -> Acceptance:
     """From AL at some draft lengths; between two of them the conditional acceptance is constant."""
     known = {0: 1.0, **{int(d): float(v) for d, v in points.items()}}
     lengths = sorted(known)
     survival: list[float] = []
     last = 1.0
-    for low, high in zip(lengths, lengths[1:], strict=False):
+    for low, high in itertools.pairwise(lengths):
         if not 1 <= known[high] <= 1 + high:
             raise InvalidParameter(
                 f"AL at draft length {high}", known[high],
@@ -92,7 +96,9 @@ def published_acceptance(name: str) -> Acceptance:
         raise InvalidParameter("acceptance", f"published:{name}", f"a published id; nearest known: {close}")
     source = f"{row['target']} {row['kind']} on {row['data']}, {row['source']}"
     if "conditional" in row:
-        return Acceptance(tuple(row["conditional"]), source, logit_sd=_ASSUMED_LOGIT_SD, temperature=row["temperature"])
+        return Acceptance(
+            tuple(row["conditional"]), source, logit_sd=_ASSUMED_LOGIT_SD, temperature=row["temperature"]
+        )
     points = {int(d): v for d, v in row["acceptance_length"].items()}
     if sorted(points) == list(range(1, len(points) + 1)):
         found = acceptance_from_lengths([points[d] for d in sorted(points)], source)
@@ -148,8 +154,8 @@ def _rates(counts: Any) -> tuple[float, ...]:
 def acceptance_from_prometheus(text: str, source: str) -> Acceptance:
     """From a scrape of vLLM, llama.cpp, TensorRT-LLM or SGLang metrics.
 
-    vLLM and llama.cpp: accepted_per_pos / drafts is the prefix-accepted rate (survival). With a draft length that
-    varies, deep positions look worse than they are: those two export no drafted count by position.
+    vLLM and llama.cpp: accepted_per_pos / drafts is the prefix-accepted rate (survival). With a draft length
+    that varies, deep positions look worse than they are: those two export no drafted count by position.
     """
     samples = _samples(text)
     for engine, drafts, per_position in (
@@ -167,7 +173,9 @@ def acceptance_from_prometheus(text: str, source: str) -> Acceptance:
         order = sorted(drafted)
         before = [drafted[order[0]], *(accepted.get(p, 0.0) for p in order[:-1])]
         reach = [min(b, drafted[p]) for b, p in zip(before, order, strict=True)]
-        rates = tuple(min(1.0, accepted.get(p, 0.0) / r) if r else 0.0 for p, r in zip(order, reach, strict=True))
+        rates = tuple(
+            min(1.0, accepted.get(p, 0.0) / r) if r else 0.0 for p, r in zip(order, reach, strict=True)
+        )
         return Acceptance(rates, f"TensorRT-LLM metrics in {source}")
     length = samples.get("sglang:spec_accept_length", {})
     tokens = samples.get("sglang:spec_num_draft_tokens", {})
@@ -215,7 +223,9 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise InvalidParameter("acceptance", text, "numbers from 0 to 1 by position, parted by commas") from None
+        raise InvalidParameter(
+            "acceptance", text, "numbers from 0 to 1 by position, parted by commas"
+        ) from None
 
 
 def _read_file(path: Path, draft_length: int | None) -> Acceptance:
@@ -254,7 +264,9 @@ def _from_json(value: Mapping[str, Any], name: str, draft_length: int | None) ->
         raise UsageError(f"{name} carries no acceptance: none of the fields Paceline knows is in it")
     depth = draft_length or value.get("num_speculative_tokens") or value.get("speculative_num_steps")
     if not depth:
-        raise UsageError(f"{name} gives an acceptance length of {length:.3g} without its draft length; write {name}@D")
+        raise UsageError(
+            f"{name} gives an acceptance length of {length:.3g} without its draft length; write {name}@D"
+        )
     return acceptance_from_length(float(length), int(depth), name)
 
 
@@ -274,8 +286,12 @@ def _own_file(value: Mapping[str, Any], name: str) -> Acceptance:
     for group in value.get("groups", []):
         unknown = group.keys() - {"name", "share", "temperature", "acceptance", "by_context"}
         if unknown or "acceptance" not in group:
-            raise ModelFormatError(f"{name}: a group needs `acceptance` and has unknown fields {sorted(unknown)}")
-        bands = tuple((float("inf") if b[0] is None else float(b[0]), tuple(b[1])) for b in group.get("by_context", []))
+            raise ModelFormatError(
+                f"{name}: a group needs `acceptance` and has unknown fields {sorted(unknown)}"
+            )
+        bands = tuple(
+            (float("inf") if b[0] is None else float(b[0]), tuple(b[1])) for b in group.get("by_context", [])
+        )
         parts.append((
             float(group.get("share", 1.0)),
             Acceptance(tuple(group["acceptance"]), group.get("name", name), by_context=bands,

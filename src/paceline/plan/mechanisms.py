@@ -1,15 +1,18 @@
 """Draft mechanisms: what D drafted tokens cost, and what the drafter takes of memory.
 
-| kind          | seconds for D tokens of each of B sequences                                   | source              |
-|---------------|-------------------------------------------------------------------------------|---------------------|
-| none          | 0                                                                             |                     |
-| ngram, suffix | a string match on the host, partly hidden                                     | arXiv 2601.11580    |
-| model         | D passes of the draft model                                                   | arXiv 2211.17192    |
-| layer-skip    | D passes of the first layers of the target and its head                       | arXiv 2404.16710    |
-| eagle3        | one layer over the 1+D verified tokens, then D-1 serial steps, small head     | arXiv 2503.01840    |
-| mtp           | the same with a layer shaped like the target's (its experts too), full head   | arXiv 2404.19737    |
-| dflash        | one pass of five layers over the whole block                                  | arXiv 2602.06036    |
-| dspark        | the same and a light serial head                                              | arXiv 2607.05147    |
+| kind          | seconds for D tokens of each of B sequences                                   | source
+        |
+        |---------------|-------------------------------------------------------------------------------|---------------------|
+| none          | 0                                                                             |
+        | | ngram, suffix | a string match on the host, partly hidden                                     |
+        arXiv
+2601.11580    | | model         | D passes of the draft model
+  | arXiv 2211.17192    | | layer-skip    | D passes of the first layers of the target and its head
+  | arXiv 2404.16710    | | eagle3        | one layer over the 1+D verified tokens, then D-1 serial steps,
+  small head | arXiv 2503.01840    | | mtp           | the same with a layer shaped like the target's (its
+  experts too), full head | arXiv 2404.19737    | | dflash        | one pass of five layers over the whole
+  block | arXiv 2602.06036    | | dspark        | the same and a light serial head
+  | arXiv 2607.05147    |
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ Array = npt.NDArray[np.float64]
 KINDS = ("none", "ngram", "suffix", "layer-skip", "model", "eagle3", "mtp", "dflash", "dspark")
 _SERIAL = ("model", "layer-skip", "eagle3", "mtp")
 _BLOCK_LAYERS = 5
-_MATCH_S = 20e-6  # one string match on the host, per sequence (10-50 us measured in vLLM and Arctic Inference)
+_MATCH_S = (
+    20e-6  # one string match on the host, per sequence (10-50 us measured in vLLM and Arctic Inference)
+)
 _MATCH_FIXED_S = 0.1e-3
 
 
@@ -64,7 +69,9 @@ class Mechanism:
         if self.kind not in KINDS:
             raise InvalidParameter("draft kind", self.kind, ", ".join(KINDS))
         if self.kind == "model" and self.model is None:
-            raise InvalidParameter("draft", "model", "model:NAME with a known model or a folder with a config.json")
+            raise InvalidParameter(
+                "draft", "model", "model:NAME with a known model or a folder with a config.json"
+            )
         for name, value in (("proposed share", self.proposed_share), ("skip share", self.skip_share)):
             if not 0 <= value <= 1:
                 raise InvalidParameter(name, value, "a number from 0 to 1")
@@ -73,7 +80,11 @@ class Mechanism:
 
     @property
     def label(self) -> str:
-        return f"{self.kind}:{self.name or self.model.name}" if self.kind == "model" and self.model else self.kind
+        return (
+            f"{self.kind}:{self.name or self.model.name}"
+            if self.kind == "model" and self.model
+            else self.kind
+        )
 
     @property
     def longest(self) -> int | None:
@@ -86,7 +97,9 @@ class Mechanism:
         return np.asarray(1 + d * (self.proposed_share if self.kind in ("ngram", "suffix") else 1.0))
 
     def tokens(self, lengths: npt.ArrayLike, all_rounds: bool) -> Array:
-        """Tokens per round over all rounds, from AL: over the rounds that drafted, or (`all_rounds`) over all."""
+        """Tokens per round over all rounds, from AL: over the rounds that drafted, or (`all_rounds`) over
+        all.
+        """
         share = 1.0 if all_rounds or self.kind not in ("ngram", "suffix") else self.proposed_share
         return np.asarray(1 + share * (np.asarray(lengths, dtype=np.float64) - 1))
 
@@ -111,7 +124,11 @@ def _one_layer(target: ModelShape, feed: FeedForward) -> ModelShape:
     # The step also joins the previous hidden state with the embedding: a 2h x h product.
     attention = dataclasses.replace(attention, weights=attention.weights + 2 * target.hidden**2)
     return dataclasses.replace(
-        target, name="mtp", attention=(attention,), feed_forward=(dataclasses.replace(feed, layers=1),), tied=True
+        target,
+        name="mtp",
+        attention=(attention,),
+        feed_forward=(dataclasses.replace(feed, layers=1),),
+        tied=True,
     )
 
 
@@ -129,14 +146,22 @@ def _scaled(target: ModelShape, share: float) -> ModelShape:
 
 
 def _head_model(target: ModelShape, layers: int) -> ModelShape:
-    """A Llama-like head on the target's width; the published heads have 3.5 times that in their feed-forward."""
+    """A Llama-like head on the target's width; the published heads have 3.5 times that in their
+    feed-forward.
+    """
     hidden, dim = target.hidden, 128
     heads = max(1, hidden // dim)
     kv = max(1, heads // 4)
     attention = Attention(
-        kind="full", layers=layers, heads=heads, kv_heads=kv, head_dim=dim, value_dim=dim, row_width=2 * kv * dim,
+        kind="full",
+        layers=layers,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=dim,
+        value_dim=dim,
+        row_width=2 * kv * dim,
         weights=hidden * dim * (3 * heads + 4 * kv) + 3 * hidden * hidden // layers,
-    )  # fmt: skip
+    )
     vocab = min(target.vocab, 32_000) if layers == 1 else target.vocab
     feed = FeedForward(layers, int(3.5 * hidden))
     return ModelShape("head", hidden, vocab, True, (attention,), (feed,), "published heads of this kind")

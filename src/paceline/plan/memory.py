@@ -24,7 +24,9 @@ LOGIT_COPIES = 3  # raw, filtered, probabilities
 _RESERVE_BYTES = 1.5e9  # activations, graphs and the runtime, per device
 
 
-def verify_workspace_bytes(sequences: float, draft_length: float, vocab: int, copies: int = LOGIT_COPIES) -> float:
+def verify_workspace_bytes(
+    sequences: float, draft_length: float, vocab: int, copies: int = LOGIT_COPIES
+) -> float:
     """Bytes of float32 logits for every row of a verification at full draft length."""
     return sequences * (draft_length + 1) * vocab * 4.0 * copies
 
@@ -33,7 +35,9 @@ def cache_capacity_tokens(
     memory_bytes: float, utilisation: float, weights_bytes: float, draft_bytes: float, workspace_bytes: float,
     cache_bytes_per_token: float, draft_cache_bytes_per_token: float,
 ) -> float:  # fmt: skip
-    """Tokens of context that fit beside target, drafter and workspace; 0 where the weights alone do not fit."""
+    """Tokens of context that fit beside target, drafter and workspace; 0 where the weights alone do not
+    fit.
+    """
     if cache_bytes_per_token <= 0:
         raise InvalidParameter("cache bytes per token", cache_bytes_per_token, "a positive number")
     left = memory_bytes * utilisation - weights_bytes - draft_bytes - workspace_bytes
@@ -66,10 +70,14 @@ def memory_use(scenario: Scenario, mechanism: Mechanism, draft_length: float, co
     draft_weights, draft_cache = draft_memory(mechanism, scenario)
     kv = weight_bytes(p.kv)
     cached = sum(
-        a.layers * a.row_width / a.compression * (context if a.window is None else min(context, a.window)) * kv
+        a.layers
+        * a.row_width
+        / a.compression
+        * (context if a.window is None else min(context, a.window))
+        * kv
         * _copies(a.kv_heads, scenario.layout.tensor)
         for a in shape.attention
-    )  # fmt: skip
+    )
     states = shape.state_numbers() * 4.0 * (1 + draft_length)
     return MemoryUse(
         capacity=scenario.hardware.memory_bytes * n * scenario.utilisation,
@@ -96,7 +104,9 @@ def max_batch(scenario: Scenario, mechanism: Mechanism, draft_length: float, con
     raise Infeasible(_does_not_fit(scenario, mechanism, use, each))
 
 
-def max_batches(scenario: Scenario, mechanism: Mechanism, lengths: npt.ArrayLike, context: float) -> list[int]:
+def max_batches(
+    scenario: Scenario, mechanism: Mechanism, lengths: npt.ArrayLike, context: float
+) -> list[int]:
     """`max_batch` for several draft lengths, 0 where nothing fits."""
     found = []
     for d in np.asarray(lengths, dtype=np.float64).ravel():
@@ -116,9 +126,12 @@ def _does_not_fit(scenario: Scenario, mechanism: Mechanism, use: MemoryUse, each
     smaller = ""
     if scenario.precision.experts not in ("fp4", "int4"):
         linear = weight_bytes(scenario.precision.linear)
-        smaller = f", or a smaller number format ({use.weights / 1e9:.0f} GB of weights at {linear:g} bytes each)"
+        smaller = (
+            f", or a smaller number format ({use.weights / 1e9:.0f} GB of weights at {linear:g} bytes each)"
+        )
     return (
-        f"{scenario.shape.name} with {mechanism.label} needs {need / 1e9:.1f} GB and {scenario.layout.devices} x "
+        f"{scenario.shape.name} with {mechanism.label} needs {need / 1e9:.1f} GB and "
+        f"{scenario.layout.devices} x "
         f"{scenario.hardware.title} offer {use.capacity / 1e9:.1f} GB: {missing / 1e9:.1f} GB too little; "
         f"--tp {devices} would fit{smaller}"
     )

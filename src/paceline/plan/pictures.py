@@ -59,7 +59,9 @@ def _lengths(c: Candidate) -> dict[str, Any]:
 
 
 def _product(s: Scenario) -> dict[str, Any]:
-    """Time and share of the peak of one square product of the model's width, for batches and D = 0, 1, 3, 7, 15."""
+    """Time and share of the peak of one square product of the model's width, for batches and D = 0, 1, 3, 7,
+    15.
+    """
     c: Constants = s.priced_by
     hidden, dtype = s.shape.hidden, s.precision.linear
     fmt = s.hardware.compute_format(dtype)
@@ -90,7 +92,12 @@ def _attention(s: Scenario) -> dict[str, Any]:
         if work is None:
             continue
         ms: Array = np.asarray(work) * np.ones(len(lengths)) * 1e3
-        curves.append({"context": context, "points": [[int(d), round(float(t), 4)] for d, t in zip(lengths, ms, strict=True)]})
+        curves.append(
+            {
+                "context": context,
+                "points": [[int(d), round(float(t), 4)] for d, t in zip(lengths, ms, strict=True)],
+            }
+        )
     full = [a for a in s.shape.attention if a.kind != "linear"]
     group = max(1.0, full[0].heads / s.layout.tensor) / max(1.0, full[0].kv_heads / s.layout.tensor)
     return {"group": group, "curves": curves, "batch": 16}
@@ -103,11 +110,11 @@ def _experts(s: Scenario) -> dict[str, Any] | None:
     f, c = moe[0], s.priced_by
     tokens = np.unique(np.round(np.geomspace(1, 4096, 60)))
     independent = active_experts(f.experts, f.active, tokens, c.routing_skew)
-    alike = active_experts(f.experts, f.active, effective_tokens(1.0, tokens, c.routing_correlation), c.routing_skew)
+    alike = active_experts(
+        f.experts, f.active, effective_tokens(1.0, tokens, c.routing_correlation), c.routing_skew
+    )
     return {
         "experts": f.experts, "active": f.active,
         "points": [[int(t), round(float(a), 2), round(float(b), 2)]
                    for t, a, b in zip(tokens, independent, alike, strict=True)],
     }  # fmt: skip
-
-

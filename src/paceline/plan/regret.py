@@ -1,7 +1,9 @@
-"""What a recommendation may cost: expected regret and the chance to be best, under the spread of costs and acceptance.
+"""What a recommendation may cost: expected regret and the chance to be best, under the spread of costs and
+acceptance.
 
-Costs: R(D) - 1 = (R(1) - 1) + (R(D) - R(1)); the two parts (what a round costs at all, what each further draft costs)
-are off by independent factors of the validated ratio spread. Acceptance: resampled curves. Seeds are fixed.
+Costs: R(D) - 1 = (R(1) - 1) + (R(D) - R(1)); the two parts (what a round costs at all, what each further
+draft costs) are off by independent factors of the validated ratio spread. Acceptance: resampled curves.
+Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def _factors(spread: Spread, count: int, rng: np.random.Generator) -> Array:
     return np.asarray(np.exp(np.where(z < 0, -low * z, high * z)))
 
 
-def speed_draws(c: Candidate, row: int, context: int, spread: Spread, count: int = 400, seed: int = 0) -> Array:
+def speed_draws(
+    c: Candidate, row: int, context: int, spread: Spread, count: int = 400, seed: int = 0
+) -> Array:
     """[count, lengths] plausible speeds relative to the plain engine at one batch."""
     rng = np.random.default_rng(seed)
     g = c.grid

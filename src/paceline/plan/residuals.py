@@ -1,4 +1,5 @@
-"""How far uncalibrated predictions were from published measurements, by group: the bands of an unmeasured plan.
+"""How far uncalibrated predictions were from published measurements, by group: the bands of an unmeasured
+plan.
 
 `data/residuals.json` is written by `paceline validate --write-residuals` from the end-to-end rows named in
 docs/planning.md; each group holds quantiles of log(predicted / measured) for times and for cost ratios.
@@ -18,7 +19,9 @@ __all__ = ["Spread", "validated_spread"]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """80 % factors: true time = predicted time * [time_low, time_high]; the same for (R - 1), R = T_round/T_plain."""
+    """80 % factors: true time = predicted time * [time_low, time_high]; the same for (R - 1), R =
+    T_round/T_plain.
+    """
 
     time_low: float
     time_high: float

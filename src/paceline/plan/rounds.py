@@ -2,7 +2,8 @@
 
     T_round(B, D, L) = T_target(B, 1+D, L) + T_draft(B, D, L) + T_fixed        D > 0
     T_plain(B, L)    = T_target(B, 1, L)                                       the engine without speculation
-    T_idle(B, L)     = T_target(B, 1, L) + drafter kept up + T_fixed           D = 0 inside a speculative server
+    T_idle(B, L)     = T_target(B, 1, L) + drafter kept up + T_fixed           D = 0 inside a speculative
+    server
     f                = share of prefill that delays decoding * T_prefill / output tokens
     tokens/s/user    = n / (T + B n f),  n tokens a round;  tokens/s/device = B times that / devices
 
@@ -22,7 +23,15 @@ from paceline.plan.cost import StepCost, Work, count_work, price
 from paceline.plan.mechanisms import Mechanism, draft_seconds, draft_shape
 from paceline.plan.scenario import Scenario
 
-__all__ = ["Grid", "evaluate", "first_token_seconds", "prefill_seconds", "prefill_works", "prompts_together", "target_cost"]
+__all__ = [
+    "Grid",
+    "evaluate",
+    "first_token_seconds",
+    "prefill_seconds",
+    "prefill_works",
+    "prompts_together",
+    "target_cost",
+]
 
 Array = npt.NDArray[np.float64]
 CHUNK_ROWS = 8192.0  # rows of prompts that an engine reads in one step (max_num_batched_tokens and its like)
@@ -32,7 +41,8 @@ CHUNK_ROWS = 8192.0  # rows of prompts that an engine reads in one step (max_num
 class Grid:
     """Arrays over [batch, draft length, context]; a batch is that of one replica.
 
-    round_s        D = 0 is the plain engine; `idle_s` [batch, 1, context] is D = 0 inside a speculative server
+    round_s        D = 0 is the plain engine; `idle_s` [batch, 1, context] is D = 0 inside a speculative
+                   server
     tokens         [1, length, context] tokens a request gains in a round, rounds without a proposal included
     prefill_s      [batch, length, 1] f above: seconds of delay per emitted token
     """
@@ -72,7 +82,9 @@ class Grid:
         return self.user_tokens_per_s / self.user_tokens_per_s[:, :1, :]
 
 
-def target_cost(scenario: Scenario, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike) -> StepCost:
+def target_cost(
+    scenario: Scenario, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike
+) -> StepCost:
     """The target's pass in this scenario, by operator."""
     c = scenario.priced_by
     work = count_work(
@@ -87,9 +99,7 @@ def prompts_together(prompt_tokens: float, batch: npt.ArrayLike) -> Array:
     return np.minimum(np.asarray(batch, dtype=np.float64), most)
 
 
-def prefill_works(
-    scenario: Scenario, mechanism: Mechanism | None, batch: npt.ArrayLike
-) -> list[list[Work]]:
+def prefill_works(scenario: Scenario, mechanism: Mechanism | None, batch: npt.ArrayLike) -> list[list[Work]]:
     """Work of reading `prompts_together` prompts: the target's, and the drafter's where it keeps a cache."""
     prompt, lay = scenario.load.prompt_tokens, scenario.layout
     if prompt < 1:
@@ -102,12 +112,24 @@ def prefill_works(
     count = prompts_together(prompt, batch) * lay.attention_groups
     # Causal attention sees half the prompt on average; only the last row of each needs logits.
     return [
-        count_work(shape, scenario.hardware, count, prompt, prompt / 2, scenario.precision, lay, scenario.priced_by, count)
+        count_work(
+            shape,
+            scenario.hardware,
+            count,
+            prompt,
+            prompt / 2,
+            scenario.precision,
+            lay,
+            scenario.priced_by,
+            count,
+        )
         for shape in shapes
     ]
 
 
-def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None, batch: npt.ArrayLike = 1.0) -> Array:
+def prefill_seconds(
+    scenario: Scenario, mechanism: Mechanism | None = None, batch: npt.ArrayLike = 1.0
+) -> Array:
     """Seconds that one prompt's reading takes, in chunks shared with the other requests of the batch."""
     together = prompts_together(scenario.load.prompt_tokens, batch)
     total = np.zeros(np.shape(batch))
@@ -117,11 +139,12 @@ def prefill_seconds(scenario: Scenario, mechanism: Mechanism | None = None, batc
 
 
 def first_token_seconds(scenario: Scenario, mechanism: Mechanism, grid: Grid) -> Array:
-    """Mean time to first token [batch, length, context]: other prompts, own prefill, the running round, drafting.
+    """Mean time to first token [batch, length, context]: other prompts, own prefill, the running round,
+    drafting.
 
-    Prompts queue for one device group: with utilisation u the mean wait is u / (2 (1 - u)) of a prefill (M/D/1).
-    With D > 0 the drafter reads the prompt too, and its first round stands before the first token, as in the
-    engines that run it before they send.
+    Prompts queue for one device group: with utilisation u the mean wait is u / (2 (1 - u)) of a prefill
+    (M/D/1). With D > 0 the drafter reads the prompt too, and its first round stands before the first token,
+    as in the engines that run it before they send.
     """
     plain, drafted = float(prefill_seconds(scenario)), float(prefill_seconds(scenario, mechanism))
     prefill = np.where(grid.lengths > 0, drafted, plain)[None, :, None]
@@ -135,7 +158,9 @@ def evaluate(
     scenario: Scenario, mechanism: Mechanism, acceptance: Acceptance | None,
     batches: Sequence[float] | Array, lengths: Sequence[int] | Array, contexts: Sequence[float] | Array,
 ) -> Grid:  # fmt: skip
-    """The grid for one mechanism. `lengths` begins with 0; a mechanism that drafts needs an acceptance profile."""
+    """The grid for one mechanism. `lengths` begins with 0; a mechanism that drafts needs an acceptance
+    profile.
+    """
     b = np.asarray(batches, dtype=np.float64)
     d = np.asarray(lengths, dtype=np.float64)
     ctx = np.asarray(contexts, dtype=np.float64)

@@ -1,4 +1,6 @@
-"""What is planned for: a model on devices under a load. One frozen value, handed to every function of the planner."""
+"""What is planned for: a model on devices under a load. One frozen value, handed to every function of the
+planner.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ __all__ = ["Load", "Scenario"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Mean prompt and answer lengths in tokens; `concurrency` bounds the requests in flight (None: memory does)."""
+    """Mean prompt and answer lengths in tokens; `concurrency` bounds the requests in flight (None: memory
+    does).
+    """
 
     prompt_tokens: float
     output_tokens: float
     concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, low in (("context-tokens", self.prompt_tokens, 0), ("output-tokens", self.output_tokens, 1)):
+        for name, value, low in (
+            ("context-tokens", self.prompt_tokens, 0),
+            ("output-tokens", self.output_tokens, 1),
+        ):
             if not (math.isfinite(value) and value >= low):
                 raise InvalidParameter(name, value, f"a number from {low}")
         if self.concurrency is not None and self.concurrency < 1:

@@ -1,8 +1,8 @@
 """The draft length for each batch range and context band.
 
-A dynamic program over batches: it pays the regret of each choice and a price for every change of draft length, and
-never lets the length rise with the batch. So ranges come out merged and monotone, and the worst regret of the
-result is known. Inside a speculative server D = 0 costs `idle_s`, not the plain engine's time.
+A dynamic program over batches: it pays the regret of each choice and a price for every change of draft
+length, and never lets the length rise with the batch. So ranges come out merged and monotone, and the worst
+regret of the result is known. Inside a speculative server D = 0 costs `idle_s`, not the plain engine's time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Entry:
     """Draft `length` for batches from `first` to `last`.
 
     regret         worst loss of throughput against the best length at the same batch, over the range
-    leave_above    a running engine goes to the next entry only above this batch, and comes back only at or below
-    return_below   this one: both lie 10 % around the edge so that load at the edge does not switch every round
+    leave_above    a running engine goes to the next entry only above this batch, and comes back only at or
+                   below
+    return_below   this one: both lie 10 % around the edge so that load at the edge does not switch every
+                   round
     """
 
     first: int
@@ -102,7 +104,8 @@ def _merge(speeds: Array, tolerance: float) -> tuple[npt.NDArray[np.intp], Array
     best = speeds.max(axis=1, keepdims=True)
     regret = 1 - speeds / best
     batches, lengths = regret.shape
-    # Regret counts once per doubling of the batch, whatever the grid's spacing; an excess above tolerance doubly.
+    # Regret counts once per doubling of the batch, whatever the grid's spacing; an excess above tolerance
+    # doubly.
     penalty = regret + 4 * np.maximum(regret - tolerance, 0)
     cost = penalty[-1].copy()
     choice = np.zeros((batches, lengths), dtype=np.intp)
@@ -121,7 +124,9 @@ def _merge(speeds: Array, tolerance: float) -> tuple[npt.NDArray[np.intp], Array
     return index, regret[np.arange(batches), index]
 
 
-def _entries(batches: Array, lengths: Array, chosen: npt.NDArray[np.intp], regret: Array) -> tuple[Entry, ...]:
+def _entries(
+    batches: Array, lengths: Array, chosen: npt.NDArray[np.intp], regret: Array
+) -> tuple[Entry, ...]:
     starts = [0, *(np.flatnonzero(np.diff(chosen)) + 1)]
     ends = [*(s - 1 for s in starts[1:]), len(chosen) - 1]
     found = []
@@ -131,9 +136,12 @@ def _entries(batches: Array, lengths: Array, chosen: npt.NDArray[np.intp], regre
         final = end == len(chosen) - 1
         found.append(
             Entry(
-                first, last, int(lengths[chosen[start]]), float(regret[start : end + 1].max()),
+                first,
+                last,
+                int(lengths[chosen[start]]),
+                float(regret[start : end + 1].max()),
                 last if final else max(last, int(np.ceil(last * (1 + HYSTERESIS)))),
                 last if final else max(1, int(np.floor(last * (1 - HYSTERESIS)))),
-            )  # fmt: skip
+            )
         )
     return tuple(found)

@@ -1,4 +1,5 @@
-"""The shape of a model, as far as its cost goes: read from a `config.json`, or from the table of known models.
+"""The shape of a model, as far as its cost goes: read from a `config.json`, or from the table of known
+models.
 
 Guarantees: every layer is in exactly one attention group and one feed-forward group; sizes are positive whole
 numbers. Refuses a configuration that lacks a field it needs, by the field's name.
@@ -119,5 +120,7 @@ class ModelShape:
         return sum(a.layers * a.row_width / a.compression for a in self.attention if a.window is None)
 
     def state_numbers(self) -> int:
-        """Numbers of recurrent state per sequence (or, with drafts, per draft position that can be undone)."""
+        """Numbers of recurrent state per sequence (or, with drafts, per draft position that can be
+        undone).
+        """
         return sum(a.layers * a.state_numbers for a in self.attention)

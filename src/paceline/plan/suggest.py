@@ -1,8 +1,8 @@
 """Which measurement to make next: the one that lowers the expected regret of the schedule most.
 
 Under the posterior the log speed of each draft length at each batch is normal. Measuring one point narrows it
-(linear-Gaussian update); what that is worth at a batch is the expected gain of being able to change one's mind,
-E[max(0, N(mu, s))], mu the (negative) lead of the runner-up and s how far the measurement can move it.
+(linear-Gaussian update); what that is worth at a batch is the expected gain of being able to change one's
+mind, E[max(0, N(mu, s))], mu the (negative) lead of the runner-up and s how far the measurement can move it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Measure `batch` with `draft_length`; `gain` is the expected regret it takes away, averaged over batches."""
+    """Measure `batch` with `draft_length`; `gain` is the expected regret it takes away, averaged over
+    batches.
+    """
 
     batch: int
     draft_length: int
@@ -36,17 +38,22 @@ class Suggestion:
 def first_design(largest: int, longest: int) -> list[tuple[int, int]]:
     """Six points to begin with: batch 1 and about half the largest, each at D = 0, a short and a long draft.
 
-    Two-level designs of this kind left 3.3 to 4.7 % error on a published grid of 36; at the very maximum, or with a
-    longest draft of 3, it was half as much again.
+    Two-level designs of this kind left 3.3 to 4.7 % error on a published grid of 36; at the very maximum, or
+    with a longest draft of 3, it was half as much again.
     """
     lengths = (0, min(3, max(1, longest - 1)), min(6, longest))
     return [(b, d) for b in (1, max(2, largest // 2)) for d in lengths]
 
 
 def suggest(
-    scenario: Scenario, mechanism: Mechanism, fit: Fit, predictor: Predictor, lengths: Array, acceptance: Array,
+    scenario: Scenario,
+    mechanism: Mechanism,
+    fit: Fit,
+    predictor: Predictor,
+    lengths: Array,
+    acceptance: Array,
     batches: Sequence[int],
-) -> Suggestion:  # fmt: skip
+) -> Suggestion:
     """The best next point of the grid batches x lengths. `acceptance` is AL at each length."""
     pairs = [(b, int(d)) for b in batches for d in lengths]
     batch, length = np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
@@ -60,7 +67,9 @@ def suggest(
 
     value = predict(fit.mode)
     step = 1e-4
-    jacobian = np.stack([(predict(fit.mode + step * e) - value) / step for e in np.eye(len(fit.mode))], axis=1)
+    jacobian = np.stack(
+        [(predict(fit.mode + step * e) - value) / step for e in np.eye(len(fit.mode))], axis=1
+    )
     spread = jacobian @ fit.covariance @ jacobian.T
     shape = (len(batches), len(lengths))
     gains = [_worth(i, value.reshape(shape), spread, shape, fit.noise) for i in range(len(pairs))]

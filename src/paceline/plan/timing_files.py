@@ -1,9 +1,11 @@
 """Timings from files: vLLM and SGLang benchmark results, llama-batched-bench, a plain CSV.
 
-    CSV                   batch, draft_length, and round_ms or tokens_per_s; acceptance_length and context if known
-    vllm bench serve      max_concurrency, median_itl_ms (a round: one chunk each), spec_decode_acceptance_length
-    SGLang bench_serving  max_concurrency, median_itl_ms, accept_length; one JSON object, or one a line
-    llama-batched-bench   its table, or its JSON lines: seconds of generation over tokens is a step at draft length 0
+CSV                   batch, draft_length, and round_ms or tokens_per_s; acceptance_length and context if
+                      known
+vllm bench serve      max_concurrency, median_itl_ms (a round: one chunk each), spec_decode_acceptance_length
+SGLang bench_serving  max_concurrency, median_itl_ms, accept_length; one JSON object, or one a line
+llama-batched-bench   its table, or its JSON lines: seconds of generation over tokens is a step at draft
+length 0
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from paceline.plan.timings import Timing
 
 __all__ = ["read_timings"]
 
-_COLUMNS = {"batch", "concurrency", "draft_length", "D", "round_ms", "tokens_per_s", "acceptance_length", "context"}
+_COLUMNS = {
+    "batch",
+    "concurrency",
+    "draft_length",
+    "D",
+    "round_ms",
+    "tokens_per_s",
+    "acceptance_length",
+    "context",
+}
 
 
 def read_timings(text: str) -> list[Timing]:
@@ -55,11 +66,14 @@ def _from_json(v: Mapping[str, Any], path: Path, length: int | None) -> Timing:
     itl = v.get("median_itl_ms")
     if not batch or not itl:
         raise UsageError(
-            f"{path} lacks max_concurrency or median_itl_ms: run the benchmark with a fixed --max-concurrency and "
+            f"{path} lacks max_concurrency or median_itl_ms: run the benchmark with a fixed "
+            "--max-concurrency and "
             "streaming, so that a round's time can be read from the gaps between chunks"
         )
     al = v.get("spec_decode_acceptance_length") or v.get("accept_length")
-    drafted = length if length is not None else v.get("num_speculative_tokens") or v.get("speculative_num_steps")
+    drafted = (
+        length if length is not None else v.get("num_speculative_tokens") or v.get("speculative_num_steps")
+    )
     if al and not drafted:
         raise UsageError(f"{path} ran with drafts and does not say how long: write {path}@D")
     if not al and drafted and v.get("mean_itl_ms") and v.get("mean_tpot_ms"):
@@ -92,7 +106,9 @@ def _from_csv(content: str, path: Path) -> list[Timing]:
         raise ModelFormatError(f"{path} has no rows; a CSV needs a head and rows")
     unknown = set(rows[0]) - _COLUMNS
     if unknown or not {"batch", "concurrency"} & set(rows[0]):
-        raise ModelFormatError(f"{path} has columns {sorted(rows[0])}; known are {sorted(_COLUMNS)}, batch is needed")
+        raise ModelFormatError(
+            f"{path} has columns {sorted(rows[0])}; known are {sorted(_COLUMNS)}, batch is needed"
+        )
 
     def number(row: Mapping[str, str], *keys: str) -> float | None:
         for key in keys:

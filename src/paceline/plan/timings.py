@@ -1,8 +1,8 @@
 """Measured speeds, and the cost model as a function of its constants over exactly those points.
 
-A `Timing` is one row: batch, draft length, context, and a round time or a throughput, with the acceptance length
-where it was measured. `Ledger` counts the work of all rows once; pricing it under new constants is cheap, so fits
-and bands need no further modelling.
+A `Timing` is one row: batch, draft length, context, and a round time or a throughput, with the acceptance
+length where it was measured. `Ledger` counts the work of all rows once; pricing it under new constants is
+cheap, so fits and bands need no further modelling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Timing:
         if not (value is not None and np.isfinite(value) and value > 0):
             raise InvalidParameter("timing", value, "a positive time or rate")
         if not self.batch >= 1 or self.draft_length < 0:
-            raise InvalidParameter("timing", (self.batch, self.draft_length), "batch from 1, draft length from 0")
+            raise InvalidParameter(
+                "timing", (self.batch, self.draft_length), "batch from 1, draft length from 0"
+            )
         al = self.acceptance_length
         if al is not None and not 1 <= al <= 1 + self.draft_length:
             raise InvalidParameter(
@@ -80,7 +82,9 @@ class Ledger:
         target = count_work(s.shape, s.hardware, b, mechanism.widths(d), ctx, s.precision, s.layout, c)
         prefill = prefill_works(s, None, b)
         together = prompts_together(s.load.prompt_tokens, b)
-        return cls(b, d, target, draft_works(mechanism, s, b, d, ctx), prefill, together, s.load.output_tokens)
+        return cls(
+            b, d, target, draft_works(mechanism, s, b, d, ctx), prefill, together, s.load.output_tokens
+        )
 
     def round_s(self, c: Constants) -> Array:
         """Seconds a round, [rows]."""

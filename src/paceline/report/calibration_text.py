@@ -1,4 +1,6 @@
-"""A calibration as text: what was fitted, how sure it is, and rows that do not belong to one smooth machine."""
+"""A calibration as text: what was fitted, how sure it is, and rows that do not belong to one smooth
+machine.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,20 @@ def calibration_text(made: Calibrated) -> str:
     ]  # fmt: skip
     if c.survival_fit:
         s, r = c.survival_fit
-        parts.append(f"acceptance was not measured; fitted: {s:.2f} at the first position, falling by {r:.2f} each: "
-                     "measure it, since it cannot be told from the fixed cost of drafting.")  # fmt: skip
+        parts.append(
+            f"acceptance was not measured; fitted: {s:.2f} at the first position, falling by {r:.2f} each: "
+            "measure it, since it cannot be told from the fixed cost of drafting."
+        )
     for t in made.cliffs:
-        parts.append(f"a cliff at batch {t.batch:g}, D = {t.draft_length}: over 25 % slower than the rest allows; left out "
-                     "of the fit. Look for a graph size or a scheduler limit there.")  # fmt: skip
+        parts.append(
+            f"a cliff at batch {t.batch:g}, D = {t.draft_length}: over 25 % slower than the rest "
+            "allows; left out "
+            "of the fit. Look for a graph size or a scheduler limit there."
+        )
     return "\n\n".join(parts)
 
 
 def _word(before: float, after: float) -> str:
-    return "now known" if after < before / 2 else "better known" if after < 0.8 * before else "not told by these"
+    return (
+        "now known" if after < before / 2 else "better known" if after < 0.8 * before else "not told by these"
+    )

@@ -28,14 +28,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = []
     for row in cells:
         first = row[0].ljust(widths[0])
-        lines.append("  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
+        lines.append(
+            "  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        )
     return "\n".join(lines)
 
 
 def plan_text(plan: Plan) -> str:
     """The plan as `paceline plan` prints it."""
-    parts = [_title(plan), _answer(plan), _schedule(plan), _break_even(plan), _candidates(plan), _operators(plan),
-             _guidelines(plan), _warnings(plan)]  # fmt: skip
+    parts = [
+        _title(plan),
+        _answer(plan),
+        _schedule(plan),
+        _break_even(plan),
+        _candidates(plan),
+        _operators(plan),
+        _guidelines(plan),
+        _warnings(plan),
+    ]
     return "\n\n".join(p for p in parts if p)
 
 
@@ -77,10 +87,21 @@ def _schedule(plan: Plan) -> str:
     for band in schedule["bands"]:
         upto = "any" if band["context_up_to"] is None else f"to {band['context_up_to']:.0f}"
         for e in band["entries"]:
-            rows.append((upto, f"{e['first']}-{e['last']}", e["length"], f"{e['gain']:.2f}", f"{e['regret']:.1%}",
-                         f"{e['expected_regret']:.1%}", f"{e['chance_best']:.0%}"))  # fmt: skip
+            rows.append(
+                (
+                    upto,
+                    f"{e['first']}-{e['last']}",
+                    e["length"],
+                    f"{e['gain']:.2f}",
+                    f"{e['regret']:.1%}",
+                    f"{e['expected_regret']:.1%}",
+                    f"{e['chance_best']:.0%}",
+                )
+            )
     head = ("context", "batch", "D", "gain", "regret at most", "expected", "chance best")
-    return f"Draft length of {schedule['mechanism']} (a running server; change 10 % past an edge):\n" + table(head, rows)
+    return f"Draft length of {schedule['mechanism']} (a running server; change 10 % past an edge):\n" + table(
+        head, rows
+    )
 
 
 def _break_even(plan: Plan) -> str:
@@ -100,7 +121,16 @@ def _candidates(plan: Plan) -> str:
          f"{r['round_ms']:.2f}", f"{r['draft_ms']:.2f}", f"{r['idle_ms']:.2f}")
         for c in plan["candidates"] if c["kind"] != "none" for r in c["by_batch"]
     ]  # fmt: skip
-    head = ("mechanism", "batch", "best D", "gain", "plain ms", "round ms", "drafting ms", "D = 0 in its server ms")
+    head = (
+        "mechanism",
+        "batch",
+        "best D",
+        "gain",
+        "plain ms",
+        "round ms",
+        "drafting ms",
+        "D = 0 in its server ms",
+    )
     return table(head, rows) if rows else ""
 
 
@@ -133,13 +163,21 @@ def explain_plan(plan: Plan) -> str:
     lines.append(f"  The wish that rules out most points: {a['limit']}.")
     if a["runner_up"]:
         gain = a["best"]["device"]["value"] / a["runner_up"]["device"]["value"]
-        lines += ["Why not that", f"  {_point(a['runner_up'])}", f"    {gain - 1:+.1%} tokens/s per device for the first."]
+        lines += [
+            "Why not that",
+            f"  {_point(a['runner_up'])}",
+            f"    {gain - 1:+.1%} tokens/s per device for the first.",
+        ]
     for c in plan["candidates"]:
         lines += _acceptance(c)
     for name, e in plan["break_even"].items():
         lines.append(f"Break-even of {name}: " + ("never" if e is None else figure(e, origin=True)))
     lines += ["Memory of one replica"]
-    lines += [f"  {k.replace('_', ' ')}: {v / 1e9:.2f} GB" for k, v in plan["memory"].items() if k != "sequences_that_fit"]
+    lines += [
+        f"  {k.replace('_', ' ')}: {v / 1e9:.2f} GB"
+        for k, v in plan["memory"].items()
+        if k != "sequences_that_fit"
+    ]
     lines.append(f"  sequences that fit: {plan['memory']['sequences_that_fit']}")
     lines += ["Constants of the cost model"]
     lines += [f"  {k}: {v:.4g}" for k, v in plan["scenario"]["constants"].items() if isinstance(v, float)]
@@ -154,7 +192,9 @@ def _acceptance(c: Mapping[str, Any]) -> list[str]:
     if c["acceptance"] is None:
         return []
     lines = [f"Acceptance of {c['mechanism']}: {c['acceptance']['source']}"]
-    return lines + [f"  AL({d}) = {figure(e, origin=True)}" for d, e in enumerate(c["acceptance"]["length"], start=1)]
+    return lines + [
+        f"  AL({d}) = {figure(e, origin=True)}" for d, e in enumerate(c["acceptance"]["length"], start=1)
+    ]
 
 
 def compare_plans(old: Plan, new: Plan) -> str:
@@ -181,4 +221,6 @@ def _brief(plan: Plan, column: str) -> str:
     bands = plan["schedule"]["bands"]
     if not bands:
         return "-"
-    return " ".join(f"{e['first']}-{e['last']}" if column == "batch" else str(e["length"]) for e in bands[0]["entries"])
+    return " ".join(
+        f"{e['first']}-{e['last']}" if column == "batch" else str(e["length"]) for e in bands[0]["entries"]
+    )

@@ -1,7 +1,8 @@
-"""A plan in the words of an engine: launch command and files, schedules in its own form, its traps as warnings.
+"""A plan in the words of an engine: launch command and files, schedules in its own form, its traps as
+warnings.
 
-`render(plan, engine, version)` is pure. An engine without the mechanism raises `Infeasible` with the reason. A new
-engine is one file here and a line in `ENGINE_MODULES`.
+`render(plan, engine, version)` is pure. An engine without the mechanism raises `Infeasible` with the reason.
+A new engine is one file here and a line in `ENGINE_MODULES`.
 """
 
 from __future__ import annotations

@@ -79,10 +79,20 @@ def advice_of(plan: Plan) -> Advice:
     if chosen["kind"] == "layer-skip":
         layers = max(1, round(find_model(r["model"]).layers * 0.5))
     return Advice(
-        model=hub_id(r["model"]), kind=chosen["kind"] if on else "none", draft=hub_id(chosen["name"]) if chosen["name"] else None, steps=steps if on else (),
-        tensor=s["tp"], expert=s["ep"], replicas=s["replicas"], sequences=r["concurrency"] or best["batch"],
-        dtype=s["linear"], kv_dtype=s["kv"], skip_layer=layers, on=on, block=chosen["longest"],
-    )  # fmt: skip
+        model=hub_id(r["model"]),
+        kind=chosen["kind"] if on else "none",
+        draft=hub_id(chosen["name"]) if chosen["name"] else None,
+        steps=steps if on else (),
+        tensor=s["tp"],
+        expert=s["ep"],
+        replicas=s["replicas"],
+        sequences=r["concurrency"] or best["batch"],
+        dtype=s["linear"],
+        kv_dtype=s["kv"],
+        skip_layer=layers,
+        on=on,
+        block=chosen["longest"],
+    )
 
 
 def command(parts: Sequence[str]) -> str:
@@ -104,7 +114,9 @@ def refuse(engine: str, kind: str, reason: str) -> Infeasible:
     return Infeasible(f"{engine} cannot draft with {kind}: {reason}")
 
 
-def version_notes(engine: str, version: str | None, known: str, traps: Sequence[tuple[str, str]] = ()) -> list[str]:
+def version_notes(
+    engine: str, version: str | None, known: str, traps: Sequence[tuple[str, str]] = ()
+) -> list[str]:
     """Warnings for a version: that it is not the one looked at, and the traps of versions below a bound."""
     if version is None:
         return []

@@ -34,7 +34,7 @@ def _script(advice: Advice, config: dict[str, Any]) -> str:
     if config and advice.kind == "ngram":
         extra = ", prompt_lookup=True"
     elif config and advice.kind != "mtp":
-        extra = f", draft_model=genai.draft_model({advice.draft or 'DRAFT'!r}, \"CPU\")"
+        extra = f', draft_model=genai.draft_model({advice.draft or "DRAFT"!r}, "CPU")'
     lines = [
         "import openvino_genai as genai", "",
         "scheduler = genai.SchedulerConfig()  # one cache for target and draft",
@@ -51,7 +51,8 @@ def _script(advice: Advice, config: dict[str, Any]) -> str:
 def _warnings(advice: Advice, length: int) -> list[str]:
     found = [
         "assistant_confidence_threshold must stay unset: it excludes num_assistant_tokens.",
-        "by our reading of its sampler (2026.4), sampling with draft probabilities is not the lossless rule; greedy "
+        "by our reading of its sampler (2026.4), sampling with draft probabilities is not the lossless "
+        "rule; greedy "
         "decoding is unaffected. Check before relying on sampled text.",
     ]
     if advice.varies:
@@ -61,6 +62,8 @@ def _warnings(advice: Advice, length: int) -> list[str]:
     if advice.kind == "mtp":
         found.append("MTP works for Gemma-4, in the stateful pipeline: greedy, one sequence.")
     if advice.kind in ("model", "eagle3", "dflash") and not advice.draft:
-        found.append("the plan names no drafter: replace DRAFT in run.py (write --draft KIND:MODEL when planning).")
+        found.append(
+            "the plan names no drafter: replace DRAFT in run.py (write --draft KIND:MODEL when planning)."
+        )
     found.append("models must be converted to OpenVINO's format first (optimum-cli export openvino).")
     return found

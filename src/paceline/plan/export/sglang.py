@@ -1,4 +1,6 @@
-"""SGLang 0.5.23 (`srt/arg_groups/fields/spec.py`): flags, and the adaptive file with one candidate a batch size."""
+"""SGLang 0.5.23 (`srt/arg_groups/fields/spec.py`): flags, and the adaptive file with one candidate a batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ _ADAPTIVE = ("eagle3", "mtp")
 
 def render(advice: Advice, version: str | None) -> Export:
     """`launch.sh`, and `adaptive.json` where the length varies with the batch."""
-    parts = ["python", "-m", "sglang.launch_server", "--model-path", advice.model, "--tp-size", str(advice.tensor)]
+    parts = [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        advice.model,
+        "--tp-size",
+        str(advice.tensor),
+    ]
     groups = max(1, advice.expert // advice.tensor)
     if advice.expert > 1:
         parts += ["--ep-size", str(advice.expert)]
@@ -26,9 +36,15 @@ def render(advice: Advice, version: str | None) -> Export:
     parts += ["--max-running-requests", str(advice.sequences)]
     notes = version_notes("SGLang", version, KNOWN)
     if not advice.on:
-        return Export({"launch.sh": command(parts)}, ("the plan advises no speculation: none is configured.", *notes))
+        return Export(
+            {"launch.sh": command(parts)}, ("the plan advises no speculation: none is configured.", *notes)
+        )
     if advice.kind not in ALGORITHMS:
-        near = " (NGRAM with --speculative-ngram-external-corpus-path is the nearest)" if advice.kind == "suffix" else ""
+        near = (
+            " (NGRAM with --speculative-ngram-external-corpus-path is the nearest)"
+            if advice.kind == "suffix"
+            else ""
+        )
         raise refuse("SGLang", advice.kind, f"it has {', '.join(ALGORITHMS.values())}{near}")
     parts += ["--speculative-algorithm", ALGORITHMS[advice.kind]]
     if advice.draft and advice.kind not in ("ngram", "mtp"):
@@ -67,21 +83,39 @@ def _adaptive(advice: Advice) -> str:
 def _warnings(advice: Advice, groups: int) -> list[str]:
     found = []
     if advice.varies and advice.kind not in _ADAPTIVE:
-        found.append(f"lengths by batch size work for EAGLE and EAGLE3 only; {advice.longest} is used at every load.")
+        found.append(
+            f"lengths by batch size work for EAGLE and EAGLE3 only; {advice.longest} is used at every load."
+        )
     elif advice.varies and groups > 1:
-        found.append("--speculative-adaptive does not work with DP attention: the longest length is used at every load.")
+        found.append(
+            "--speculative-adaptive does not work with DP attention: the longest length is used at "
+            "every load."
+        )
     elif advice.varies:
         found.append(
-            "one candidate a batch size makes the adaptive file a fixed schedule; the engine's own rule follows "
+            "one candidate a batch size makes the adaptive file a fixed schedule; the engine's own rule "
+            "follows "
             "acceptance alone and never looks at cost."
         )
         if any(s.length == 0 for s in advice.steps):
-            found.append("0 steps still run inside the speculative server; a server without speculation is faster there.")
+            found.append(
+                "0 steps still run inside the speculative server; a server without speculation is "
+                "faster there."
+            )
     if advice.kind in ("eagle3", "model", "dflash", "dspark") and not advice.draft:
-        found.append("the plan names no drafter: add --speculative-draft-model-path (write --draft KIND:MODEL).")
+        found.append(
+            "the plan names no drafter: add --speculative-draft-model-path (write --draft KIND:MODEL)."
+        )
     if advice.kind in ("eagle3", "mtp", "model"):
-        found.append("min_p is ignored in verification, and penalties are applied once for all drafted positions.")
-        found.append("on CPU, XPU and (without rejection sampling) ROCm verification is greedy whatever the temperature.")
+        found.append(
+            "min_p is ignored in verification, and penalties are applied once for all drafted positions."
+        )
+        found.append(
+            "on CPU, XPU and (without rejection sampling) ROCm verification is greedy whatever the "
+            "temperature."
+        )
     if advice.kind == "dspark":
-        found.append("give --speculative-dspark-sps-table-path a measured table; the plan's costs are not its format.")
+        found.append(
+            "give --speculative-dspark-sps-table-path a measured table; the plan's costs are not its format."
+        )
     return found

@@ -1,4 +1,6 @@
-"""Hugging Face Transformers 5.24 (`GenerationConfig`): keyword arguments of `generate`, one sequence at a time."""
+"""Hugging Face Transformers 5.24 (`GenerationConfig`): keyword arguments of `generate`, one sequence at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ def _config(advice: Advice, length: int) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 2}
     # `constant` and threshold 0 keep the planned length: the defaults stop early and re-tune themselves.
     config: dict[str, Any] = {
-        "num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0,
-    }  # fmt: skip
+        "num_assistant_tokens": length,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
     if advice.kind == "layer-skip":
         config["assistant_early_exit"] = advice.skip_layer
     if advice.kind == "mtp":
@@ -48,12 +52,15 @@ def _config(advice: Advice, length: int) -> dict[str, Any]:
 def _script(advice: Advice, length: int) -> str:
     draft = length > 0 and advice.kind in ("model", "dflash")
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig", "",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig",
+        "",
         f"tokenizer = AutoTokenizer.from_pretrained({advice.model!r})",
-        f"model = AutoModelForCausalLM.from_pretrained({advice.model!r}, dtype=\"auto\", device_map=\"auto\")",
-    ]  # fmt: skip
+        f'model = AutoModelForCausalLM.from_pretrained({advice.model!r}, dtype="auto", device_map="auto")',
+    ]
     if draft:
-        lines.append(f"draft = AutoModelForCausalLM.from_pretrained({advice.draft!r}, dtype=\"auto\", device_map=\"auto\")")
+        lines.append(
+            f'draft = AutoModelForCausalLM.from_pretrained({advice.draft!r}, dtype="auto", device_map="auto")'
+        )
     lines += [
         "config = GenerationConfig.from_pretrained(\".\", \"generation_config.json\")",
         "inputs = tokenizer(\"Hello\", return_tensors=\"pt\").to(model.device)",
@@ -67,11 +74,18 @@ def _script(advice: Advice, length: int) -> str:
 def _warnings(advice: Advice) -> list[str]:
     found = ["assisted generation takes one sequence at a time; the plan's length for batch 1 is used."]
     if advice.sequences > 1:
-        found.append(f"the plan serves {advice.sequences} sequences at once, which `generate` cannot with drafts: use a server.")
+        found.append(
+            f"the plan serves {advice.sequences} sequences at once, which `generate` cannot with "
+            "drafts: use a server."
+        )
     if advice.kind in ("model", "dflash"):
-        found.append("another tokenizer than the target's needs tokenizer= and assistant_tokenizer= in generate().")
+        found.append(
+            "another tokenizer than the target's needs tokenizer= and assistant_tokenizer= in generate()."
+        )
         if not advice.draft:
-            found.append("the plan names no drafter: put one into run.py (write --draft KIND:MODEL when planning).")
+            found.append(
+                "the plan names no drafter: put one into run.py (write --draft KIND:MODEL when planning)."
+            )
     if advice.kind == "mtp":
         found.append("use_mtp works for models whose MTP head Transformers loads.")
     return found

@@ -46,7 +46,9 @@ def _yaml(advice: Advice) -> str:
 
 
 def _schedule(advice: Advice) -> dict[int, int]:
-    """Largest batch -> length. Past the last key the engine drafts nothing, so a last range of 0 is left out."""
+    """Largest batch -> length. Past the last key the engine drafts nothing, so a last range of 0 is left
+    out.
+    """
     if not advice.varies:
         return {}
     return {s.last: s.length for s in advice.steps if s.length > 0}
@@ -56,16 +58,22 @@ def _warnings(advice: Advice) -> list[str]:
     found = []
     schedule = _schedule(advice)
     if schedule and next(iter(schedule.values())) != advice.longest:
-        found.append("the length of the smallest batch must equal max_draft_len, and the plan's does not: do not load it.")
+        found.append(
+            "the length of the smallest batch must equal max_draft_len, and the plan's does not: do not "
+            "load it."
+        )
     if schedule:
         top = max(schedule)
         found.append(
-            f"past batch {top} the schedule drafts nothing; one-engine drafters (MTP, Eagle3) never go below 1, since 0 "
+            f"past batch {top} the schedule drafts nothing; one-engine drafters (MTP, Eagle3) never go "
+            "below 1, since 0 "
             "leaves their cache behind."
         )
         found.append("draft_len_schedule excludes max_concurrency.")
     if advice.kind in ("eagle3", "model", "dflash", "dspark") and not advice.draft:
-        found.append("the plan names no drafter: add speculative_model (write --draft KIND:MODEL when planning).")
+        found.append(
+            "the plan names no drafter: add speculative_model (write --draft KIND:MODEL when planning)."
+        )
     if advice.kind == "ngram":
         found.append("is_public_pool is set to false; its default shares one pool among all requests.")
     found.append("requests for logprobs or logits are refused while speculation is on.")

@@ -1,7 +1,8 @@
-"""DeepSeek-V4-Pro with DSpark on 8 x B300 (vLLM blog, 14 Aug 2026): concurrency x draft length, acceptance unknown.
+"""DeepSeek-V4-Pro with DSpark on 8 x B300 (vLLM blog, 14 Aug 2026): concurrency x draft length, acceptance
+unknown.
 
-Six of the 36 points calibrate; the other 30 are predicted. Designs are drawn with a fixed seed. The regret is the
-loss of total tokens/s at the worst concurrency when the draft length is chosen by the prediction.
+Six of the 36 points calibrate; the other 30 are predicted. Designs are drawn with a fixed seed. The regret
+is the loss of total tokens/s at the worst concurrency when the draft length is chosen by the prediction.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from paceline.plan.calibration import FITTED, Fit, Predictor, Z80, calibrate, predictive_sd
+from paceline.plan.calibration import FITTED, Z80, Fit, Predictor, calibrate, predictive_sd
 from paceline.plan.config import find_model
 from paceline.plan.cost import Layout, Precision
 from paceline.plan.hardware import find_hardware
 from paceline.plan.mechanisms import Mechanism
 from paceline.plan.scenario import Load, Scenario
 from paceline.plan.timings import Ledger, Timing
-from paceline.plan.validate.figures import Figure, read_rows
+from paceline.plan.validate.figures import Figure, inside_figures, read_rows
 
 __all__ = ["dspark_rows", "dspark_scenario", "validate_dspark"]
 
@@ -30,7 +31,9 @@ _FITTED = tuple(n for n in FITTED if n not in ("weight_bandwidth", "kv_bandwidth
 
 
 def dspark_scenario() -> tuple[Scenario, Mechanism]:
-    """The deployment the figure was measured on. Prompt lengths of the set are not published: about 400 in."""
+    """The deployment the figure was measured on. Prompt lengths of the set are not published: about 400
+    in.
+    """
     shape = find_model("deepseek-v4-pro")
     scenario = Scenario(
         shape, find_hardware("b300"), Load(400, 1000), Precision("fp8", "fp4", "fp8"), Layout(8, 8), 8
@@ -54,7 +57,9 @@ def _ledger(rows: Sequence[Timing]) -> Ledger:
 def _judge(
     fit: Fit, predictor: Predictor, every: Ledger, rows: list[Timing], used: npt.NDArray[np.intp]
 ) -> tuple[float, float, float]:
-    """(mean held-out error, regret at the worst concurrency, share of held-out points inside the 80 % interval)."""
+    """(mean held-out error, regret at the worst concurrency, share of held-out points inside the 80 %
+    interval).
+    """
 
     def predict(x: Array) -> Array:
         return predictor.log_rates(x, [every], [rows])
@@ -83,24 +88,30 @@ def validate_dspark(folder: Path) -> list[Figure]:
     """Random and suggested six-point calibrations."""
     rows = dspark_rows(folder)
     every, rng = _ledger(rows), np.random.default_rng(SEED)
-    found = np.array([
-        _run(rows, every, np.sort(rng.choice(len(rows), 6, replace=False))) for _ in range(DESIGNS)
-    ])  # fmt: skip
-    error, regret = np.median(found[:, 0]), np.median(found[:, 1])
+    drawn = [_run(rows, every, np.sort(rng.choice(len(rows), 6, replace=False))) for _ in range(DESIGNS)]
     suggested = []
     for low, high in ((1, 5), (1, 6), (3, 5), (3, 6)):
         used = [i for i, t in enumerate(rows) if t.batch in (1, 128) and t.draft_length in (0, low, high)]
         suggested.append(_run(rows, every, np.array(used)))
-    best = np.array(suggested)
+    return _figures(np.array(drawn), np.array(suggested))
+
+
+def _figures(drawn: Array, suggested: Array) -> list[Figure]:
+    """Columns of both: error, regret, share inside the interval."""
     name = "DeepSeek-V4-Pro, DSpark, 8 x B300"
+    error, regret = float(np.median(drawn[:, 0])), float(np.median(drawn[:, 1]))
+    inside = float(drawn[:, 2].mean())
+    tails = [f"90th percentile {np.quantile(drawn[:, i], 0.9):.3f}" for i in (0, 1)]
+    what = f"median held-out error, {DESIGNS} random 6-point designs"
+    best = "mean held-out error of the suggested designs (batch 1 and 128)"
     return [
-        Figure(name, f"median held-out error, {DESIGNS} random 6-point designs", float(error), 0.06, rows=30,
-               note=f"90th percentile {np.quantile(found[:, 0], 0.9):.3f}"),
-        Figure(name, "median regret of the best D at the worst concurrency", float(regret), 0.03, rows=6,
-               note=f"90th percentile {np.quantile(found[:, 1], 0.9):.3f}"),
-        Figure(name, "held-out points inside the 80 % interval, at least", float(found[:, 2].mean()), 0.7, False, 30),
-        Figure(name, "held-out points inside the 80 % interval, at most", float(found[:, 2].mean()), 0.9, rows=30),
-        Figure(name, "mean held-out error of the suggested designs (batch 1 and 128)", float(best[:, 0].mean()),
-               float(error), rows=30, note="wanted: below the random designs"),
-        Figure(name, "mean regret of the suggested designs", float(best[:, 1].mean()), 0.03, rows=6),
-    ]  # fmt: skip
+        Figure(name, what, error, 0.06, rows=30, note=tails[0]),
+        Figure(
+            name, "median regret of the best D at the worst concurrency", regret, 0.03, rows=6, note=tails[1]
+        ),
+        *inside_figures(name, inside, 30),
+        Figure(
+            name, best, float(suggested[:, 0].mean()), error, rows=30, note="wanted: below random designs"
+        ),
+        Figure(name, "mean regret of the suggested designs", float(suggested[:, 1].mean()), 0.03, rows=6),
+    ]

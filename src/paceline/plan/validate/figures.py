@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["Figure", "read_rows"]
+__all__ = ["Figure", "inside_figures", "read_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ class Figure:
         if self.wanted is None:
             return None
         return self.value <= self.wanted if self.at_most else self.value >= self.wanted
+
+
+def inside_figures(group: str, share: float, rows: int) -> list[Figure]:
+    """The two bounds on how many held-out points an 80 % interval holds."""
+    what = "held-out points inside the 80 % interval"
+    return [
+        Figure(group, f"{what}, at least", share, 0.7, False, rows),
+        Figure(group, f"{what}, at most", share, 0.9, True, rows),
+    ]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

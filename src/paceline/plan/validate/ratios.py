@@ -1,4 +1,5 @@
-"""Cost ratios R(D) = T_round / T_plain and the sign of the gain, where acceptance is measured beside the speed.
+"""Cost ratios R(D) = T_round / T_plain and the sign of the gain, where acceptance is measured beside the
+speed.
 
 R = AL * (speed without) / (speed with) removes acceptance, so it tests the cost model alone.
 """
@@ -34,7 +35,9 @@ _BUNDLE_FORMATS = {"Kimi-K2-Instruct": "fp8", "Qwen3-Next-80B-A3B-Instruct-FP8":
 _INVALID = ("Llama-4-Scout-17B-16E-Instruct",)  # its baseline gives R < 1, which cannot be
 
 
-def ratio(scenario: Scenario, mechanism: Mechanism, batch: float, lengths: Sequence[int], context: float) -> Array:
+def ratio(
+    scenario: Scenario, mechanism: Mechanism, batch: float, lengths: Sequence[int], context: float
+) -> Array:
     """R(D) of the given draft lengths at one batch."""
     every = [0, *lengths]
     ledger = Ledger.of(scenario, mechanism, np.full(len(every), batch), every, np.full(len(every), context))
@@ -52,7 +55,9 @@ def smallest_layout(scenario: Scenario) -> Layout:
 
 
 def bundle_ratios(folder: Path) -> dict[tuple[str, int], tuple[float, float, int, int]]:
-    """(model, D) -> (measured median R, predicted R, rows, tensor parallelism). H200, mean context 1024 tokens."""
+    """(model, D) -> (measured median R, predicted R, rows, tensor parallelism). H200, mean context 1024
+    tokens.
+    """
     rows = read_rows(folder / BUNDLE)
     base, spec = {}, defaultdict(list)
     for r in rows:
@@ -70,15 +75,18 @@ def bundle_ratios(folder: Path) -> dict[tuple[str, int], tuple[float, float, int
             if start is not None:
                 measured[model, int(steps), float(batch)].append(length * start / speed)
     found = {}
-    for (model, steps, batch), values in measured.items():
+    for (model, length, concurrency), values in measured.items():
         shape = find_model(model)
         scenario = Scenario(
-            shape, find_hardware("h200"), Load(512, 1024), Precision.of(shape, _BUNDLE_FORMATS.get(model, "bf16"), "bf16")
+            shape,
+            find_hardware("h200"),
+            Load(512, 1024),
+            Precision.of(shape, _BUNDLE_FORMATS.get(model, "bf16"), "bf16"),
         )
         layout = smallest_layout(scenario)
         scenario = dataclasses.replace(scenario, layout=layout, devices=layout.devices)
-        predicted = float(ratio(scenario, Mechanism("eagle3"), batch, [steps], 1024.0)[0])
-        found[model, steps] = (float(np.median(values)), predicted, len(values), layout.tensor)
+        predicted = float(ratio(scenario, Mechanism("eagle3"), concurrency, [length], 1024.0)[0])
+        found[model, length] = (float(np.median(values)), predicted, len(values), layout.tensor)
     return found
 
 
@@ -87,17 +95,32 @@ def _bundle(folder: Path) -> list[Figure]:
     errors = [abs(p / m - 1) for m, p, _, _ in found.values()]
     weights = [n for _, _, n, _ in found.values()]
     listed = [
-        Figure("SpecBundle R(D)", f"{model} D = {d}, tp {tp}: measured {m:.2f}, predicted {p:.2f}", abs(p / m - 1), None,
-               rows=n)
+        Figure(
+            "SpecBundle R(D)",
+            f"{model} D = {d}, tp {tp}: measured {m:.2f}, predicted {p:.2f}",
+            abs(p / m - 1),
+            None,
+            rows=n,
+        )
         for (model, d), (m, p, n, tp) in sorted(found.items())
-    ]  # fmt: skip
+    ]
     return [
-        Figure("SpecBundle R(D)", "median error over (model, D), uncalibrated", float(np.median(errors)), 0.15,
-               rows=len(errors)),
-        Figure("SpecBundle R(D)", "median error over rows", float(np.median(np.repeat(errors, weights))), 0.15,
-               rows=sum(weights)),
+        Figure(
+            "SpecBundle R(D)",
+            "median error over (model, D), uncalibrated",
+            float(np.median(errors)),
+            0.15,
+            rows=len(errors),
+        ),
+        Figure(
+            "SpecBundle R(D)",
+            "median error over rows",
+            float(np.median(np.repeat(errors, weights))),
+            0.15,
+            rows=sum(weights),
+        ),
         *listed,
-    ]  # fmt: skip
+    ]
 
 
 def _deepseek_rows(folder: Path) -> tuple[Array, Array]:
@@ -120,40 +143,42 @@ def _deepseek(folder: Path) -> list[Figure]:
     """Table A: two of the six draft lengths calibrate the round's costs, the others are predicted."""
     scenario, mechanism = deepseek_scenario()
     lengths, speeds = _deepseek_rows(folder)
-    measured = lengths / (speeds / speeds[0])
     round_s = lengths / speeds
-    every = np.arange(6)
-    ledger = Ledger.of(scenario, mechanism, np.ones(6), every, np.full(6, 2048.0))
-    free = ledger.round_s(scenario.priced_by)
-    kappa = free / free[0]
-    errors, regrets, pairs = [], [], []
+    ledger = Ledger.of(scenario, mechanism, np.ones(6), np.arange(6.0), np.full(6, 2048.0))
+
+    def judge(seconds: Array) -> tuple[float, float]:
+        """(largest error of kappa, regret of the best D)."""
+        off = np.abs((seconds / seconds[0])[1:] / (round_s / round_s[0])[1:] - 1).max()
+        return float(off), float(1 - speeds[int(np.argmax(lengths / seconds))] / speeds.max())
+
+    free = judge(ledger.round_s(scenario.priced_by))
+    found = {}
     for pair in combinations(range(6), 2):
         timings = [Timing(1, d, round_s=float(round_s[d])) for d in pair]
         used = Ledger.of(scenario, mechanism, np.ones(2), list(pair), np.full(2, 2048.0))
         fit, predictor = calibrate([used], [timings], scenario.priced_by, FITTED)
-        seconds = ledger.round_s(predictor.constants(fit.mode))
-        errors.append(float(np.abs((seconds / seconds[0])[1:] / measured[1:] - 1).max()))
-        picked = int(np.argmax(lengths / seconds))
-        regrets.append(float(1 - speeds[picked] / speeds.max()))
-        pairs.append(pair)
-    first = pairs.index((0, 5))
+        found[pair] = judge(ledger.round_s(predictor.constants(fit.mode)))
+    return _deepseek_figures(found, free)
+
+
+def _deepseek_figures(
+    found: dict[tuple[int, int], tuple[float, float]], free: tuple[float, float]
+) -> list[Figure]:
     name = "DeepSeek-R1 FP4, MTP, 8 x B200"
-    return [
-        Figure(name, "largest error of kappa(D), uncalibrated", float(np.abs(kappa[1:] / measured[1:] - 1).max()), None,
-               rows=5),
-        Figure(name, "largest error of kappa(D), calibrated on D = 0 and 5", errors[first], 0.05, rows=5),
-        Figure(name, "largest error of kappa(D), median over all pairs", float(np.median(errors)), 0.05, rows=5,
-               note=f"worst pair {pairs[int(np.argmax(errors))]}: {max(errors):.3f}"),
-        Figure(name, "regret of the best D, calibrated on D = 0 and 5", regrets[first], 0.015, rows=6),
-        Figure(name, "regret of the best D, median over all pairs", float(np.median(regrets)), 0.015, rows=6,
-               note=f"worst pair {max(regrets):.3f}"),
-        Figure(name, "regret of the best D, uncalibrated",
-               float(1 - speeds[int(np.argmax(lengths / free))] / speeds.max()), None, rows=6),
-    ]  # fmt: skip
+    every, figures = np.array(list(found.values())), []
+    for i, what, wanted in ((0, "largest error of kappa(D)", 0.05), (1, "regret of the best D", 0.015)):
+        worst = f"worst pair {every[:, i].max():.3f}"
+        middle = float(np.median(every[:, i]))
+        figures += [
+            Figure(name, f"{what}, calibrated on D = 0 and 5", found[0, 5][i], wanted, rows=5),
+            Figure(name, f"{what}, median over all pairs", middle, wanted, rows=5, note=worst),
+            Figure(name, f"{what}, uncalibrated", free[i], None, rows=5),
+        ]
+    return figures
 
 
-# Chains of three tokens on MT-Bench. EAGLE-3: SpecBundle's and the 2601.11580 traces' range at D = 3; EAGLE: .75 of
-# it, the ratio of the two methods' own published chain lengths on conversation.
+# Chains of three tokens on MT-Bench. EAGLE-3: SpecBundle's and the 2601.11580 traces' range at D = 3; EAGLE:
+# .75 of it, the ratio of the two methods' own published chain lengths on conversation.
 EAGLE3_RANGE, EAGLE_RANGE = (2.25, 2.85), (1.65, 2.10)
 
 
@@ -172,7 +197,9 @@ def _eagle(folder: Path) -> list[Figure]:
             right += 1
         else:
             wrong += 1
-            misses.append(f"{r['method']} batch {r['batch']} measured {truth}, predicted {gains[0]:.2f}-{gains[1]:.2f}")
+            misses.append(
+                f"{r['method']} batch {r['batch']} measured {truth}, predicted {gains[0]:.2f}-{gains[1]:.2f}"
+            )
     total = right + wrong + open_
     return [Figure("EAGLE-3 paper, Llama-3.1-8B on H100", "signs right", right / total, 1.0, False, total,
                    f"{open_} undecided, {wrong} wrong: {'; '.join(misses)}")]  # fmt: skip
@@ -187,17 +214,29 @@ def _magicdec(folder: Path) -> list[Figure]:
         draft = Mechanism("layer-skip", skip_share=1.0, window=512) if own else Mechanism(
             "model", model=find_model("tinyllama-1.1b"), window=512
         )  # fmt: skip
-        scenario = Scenario(shape, find_hardware("a100"), Load(float(r["isl"]), 1), layout=Layout(8), devices=8)
+        scenario = Scenario(
+            shape, find_hardware("a100"), Load(float(r["isl"]), 1), layout=Layout(8), devices=8
+        )
         kappa = float(ratio(scenario, draft, float(r["batch"]), [int(r["D"])], float(r["isl"]))[0])
         gain, truth = float(r["AL"]) / kappa, float(r["speedup"])
         errors.append(abs(gain / truth - 1))
         if (gain > 1) == (truth > 1):
             right += 1
         else:
-            misses.append(f"{r['target']} batch {r['batch']} context {r['isl']}: measured {truth}, predicted {gain:.2f}")
+            misses.append(
+                f"{r['target']} batch {r['batch']} context {r['isl']}: measured {truth}, predicted {gain:.2f}"
+            )
     return [
-        Figure("MagicDec, 8 x A100", "signs right", right / len(rows), 1.0, False, len(rows), "; ".join(misses)),
-        Figure("MagicDec, 8 x A100", "median error of the speedup", float(np.median(errors)), None, rows=len(rows)),
+        Figure(
+            "MagicDec, 8 x A100", "signs right", right / len(rows), 1.0, False, len(rows), "; ".join(misses)
+        ),
+        Figure(
+            "MagicDec, 8 x A100",
+            "median error of the speedup",
+            float(np.median(errors)),
+            None,
+            rows=len(rows),
+        ),
     ]
 
 

@@ -32,7 +32,9 @@ def run_set(name: str, folder: Path | None) -> list[Figure]:
 
 
 def write_residuals(folder: Path | None, path: Path) -> None:
-    """Quantiles of log(predicted / measured) by group: times from the silicon rows, (R - 1) from SpecBundle."""
+    """Quantiles of log(predicted / measured) by group: times from the silicon rows, (R - 1) from
+    SpecBundle.
+    """
     if folder is None:
         raise UsageError("--write-residuals needs --data DIR")
     from paceline.plan.config import find_model
@@ -56,4 +58,8 @@ def write_residuals(folder: Path | None, path: Path) -> None:
 
 def _quantiles(logs: np.ndarray[Any, np.dtype[np.float64]], least: float = 0.0) -> dict[str, float]:
     low, high = np.quantile(logs, [0.1, 0.9])
-    return {"q10": round(min(float(low), -least), 4), "q90": round(max(float(high), least), 4), "rows": len(logs)}
+    return {
+        "q10": round(min(float(low), -least), 4),
+        "q90": round(max(float(high), least), 4),
+        "rows": len(logs),
+    }

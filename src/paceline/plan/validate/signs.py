@@ -1,8 +1,8 @@
 """The sign of the gain in published single numbers whose two arms are stated (set P).
 
-Acceptance is as published, or an assumed range, stated in the table below; a row counts as right when the whole
-range lies on the measured side of 1, as undecided when the range spans 1. Hardware that a source leaves out is
-assumed and named. Gains within 3 % of 1 are ties: there either side is right.
+Acceptance is as published, or an assumed range, stated in the table below; a row counts as right when the
+whole range lies on the measured side of 1, as undecided when the range spans 1. Hardware that a source
+leaves out is assumed and named. Gains within 3 % of 1 are ties: there either side is right.
 """
 
 from __future__ import annotations
@@ -52,17 +52,42 @@ class SignRow:
 
 def _gemma(context: int) -> SignRow:
     return SignRow(
-        f"Gemma-4-31B, context {context}", "gemma-4-31b", "h100-nvl", 1, "fp8", "model", "qwen3-0.6b", 256, 3, context,
-        100, (1.7, 2.1), f"gemma-ctx{context}-K3", f"gemma-ctx{context}-K0",
+        f"Gemma-4-31B, context {context}",
+        "gemma-4-31b",
+        "h100-nvl",
+        1,
+        "fp8",
+        "model",
+        "qwen3-0.6b",
+        256,
+        3,
+        context,
+        100,
+        (1.7, 2.1),
+        f"gemma-ctx{context}-K3",
+        f"gemma-ctx{context}-K0",
         assumed="AL 1.7-2.1 (a generic prompt set); a 0.6 B drafter",
-    )  # fmt: skip
+    )
 
 
 def _llama(kind: str, length: int, lengths: tuple[float, float]) -> SignRow:
     return SignRow(
-        f"Llama-3.1-8B {kind}, D = {length}", "llama-3.1-8b", "h100", 1, "bf16", "eagle3", None, 1, length, 100, 300,
-        lengths, f"llama8b-h100-{kind}K{length}", "llama8b-h100-AR", assumed="AL of the same drafter kind on MT-Bench",
-    )  # fmt: skip
+        f"Llama-3.1-8B {kind}, D = {length}",
+        "llama-3.1-8b",
+        "h100",
+        1,
+        "bf16",
+        "eagle3",
+        None,
+        1,
+        length,
+        100,
+        300,
+        lengths,
+        f"llama8b-h100-{kind}K{length}",
+        "llama8b-h100-AR",
+        assumed="AL of the same drafter kind on MT-Bench",
+    )
 
 
 def _glm(length: int, al: float, value: float) -> SignRow:
@@ -74,17 +99,39 @@ def _glm(length: int, al: float, value: float) -> SignRow:
 
 def _gaudi(batch: int, truth: float) -> SignRow:
     return SignRow(
-        f"DeepSeek-R1 on Gaudi, batch {batch}", "deepseek-r1", "gaudi3", 8, "fp8", "mtp", None, batch, 1, 1024, 1024,
-        (1.88, 1.88), "deepseek-r1-gaudi", None, truth, "8 x Gaudi 3",
-    )  # fmt: skip
+        f"DeepSeek-R1 on Gaudi, batch {batch}",
+        "deepseek-r1",
+        "gaudi3",
+        8,
+        "fp8",
+        "mtp",
+        None,
+        batch,
+        1,
+        1024,
+        1024,
+        (1.88, 1.88),
+        "deepseek-r1-gaudi",
+        None,
+        truth,
+        "8 x Gaudi 3",
+    )
 
 
 SIGN_ROWS: tuple[SignRow, ...] = (
     *(_gemma(c) for c in (400, 900, 1900, 4000)),
-    _llama("E1", 2, (1.9, 2.3)), _llama("E1", 4, (2.1, 2.6)), _llama("E1", 7, (2.2, 2.7)), _llama("E3", 2, (2.1, 2.5)),
-    _glm(1, 1.85, 594.7), _glm(3, 3.04, 767.8), _glm(7, 4.52, 732.3),
-    _gaudi(4, 1.6), _gaudi(32, 1.5), _gaudi(128, 1.35), _gaudi(256, 1.0),
-)  # fmt: skip
+    _llama("E1", 2, (1.9, 2.3)),
+    _llama("E1", 4, (2.1, 2.6)),
+    _llama("E1", 7, (2.2, 2.7)),
+    _llama("E3", 2, (2.1, 2.5)),
+    _glm(1, 1.85, 594.7),
+    _glm(3, 3.04, 767.8),
+    _glm(7, 4.52, 732.3),
+    _gaudi(4, 1.6),
+    _gaudi(32, 1.5),
+    _gaudi(128, 1.35),
+    _gaudi(256, 1.0),
+)
 
 
 def predict_gain(row: SignRow, al: float) -> float:
@@ -128,4 +175,14 @@ def judge(rows: Sequence[SignRow], values: dict[str, str]) -> tuple[int, list[st
 def validate_signs(folder: Path) -> list[Figure]:
     values = {r["id"]: r["value"] for r in read_rows(folder / NAME)}
     right, misses = judge(SIGN_ROWS, values)
-    return [Figure("published pairs", "signs right", right / len(SIGN_ROWS), 0.9, False, len(SIGN_ROWS), "; ".join(misses))]
+    return [
+        Figure(
+            "published pairs",
+            "signs right",
+            right / len(SIGN_ROWS),
+            0.9,
+            False,
+            len(SIGN_ROWS),
+            "; ".join(misses),
+        )
+    ]

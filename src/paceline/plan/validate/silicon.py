@@ -1,8 +1,10 @@
-"""Time per output token without speculation, 2,144 end-to-end rows of aiconfigurator's silicon sample (set B).
+"""Time per output token without speculation, 2,144 end-to-end rows of aiconfigurator's silicon sample (set
+B).
 
-Row filter, as in docs/planning.md: mode agg, no pipeline parallelism, attention data parallelism 1 or not stated;
-dense: Llama-3.1-8B/70B and Qwen3-32B; mixture: MiniMax-M2.5, Qwen3-235B, gpt-oss-120b. The request concurrency is the
-batch; the mean context is prompt + half the answer; the prefill of others delays decoding by the prior's share.
+Row filter, as in docs/planning.md: mode agg, no pipeline parallelism, attention data parallelism 1 or not
+stated; dense: Llama-3.1-8B/70B and Qwen3-32B; mixture: MiniMax-M2.5, Qwen3-235B, gpt-oss-120b. The request
+concurrency is the batch; the mean context is prompt + half the answer; the prefill of others delays decoding
+by the prior's share.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from paceline.plan.hardware import find_hardware
 from paceline.plan.mechanisms import Mechanism
 from paceline.plan.scenario import Load, Scenario
 from paceline.plan.timings import Ledger, Timing
-from paceline.plan.validate.figures import Figure, read_rows
+from paceline.plan.validate.figures import Figure, inside_figures, read_rows
 
 __all__ = ["SiliconRow", "silicon_rows", "validate_silicon"]
 
@@ -59,7 +61,12 @@ def silicon_rows(folder: Path) -> list[SiliconRow]:
     found = []
     for r in read_rows(folder / NAME):
         known = _MODELS.get(r["model_path"])
-        if known is None or r["mode"] != "agg" or r["pp_size"] != "1" or r["attention_dp_size"] not in ("", "0", "1"):
+        if (
+            known is None
+            or r["mode"] != "agg"
+            or r["pp_size"] != "1"
+            or r["attention_dp_size"] not in ("", "0", "1")
+        ):
             continue
         family, name = known
         shape, hardware = find_model(name), find_hardware(_SYSTEMS[r["system"]])
@@ -68,7 +75,12 @@ def silicon_rows(folder: Path) -> list[SiliconRow]:
         layout = Layout(tensor, tensor if int(r["moe_ep_size"] or 1) > 1 else 1)
         batch = float(r["batch_size"])
         scenario = Scenario(
-            shape, hardware, Load(float(r["isl"]), float(r["osl"])), Precision.of(shape, dtype), layout, layout.devices
+            shape,
+            hardware,
+            Load(float(r["isl"]), float(r["osl"])),
+            Precision.of(shape, dtype),
+            layout,
+            layout.devices,
         )
         rate = batch / (float(r["silicon_tpot_ms"]) / 1e3)
         group = f"{r['model_path'].split('/')[-1]} {hardware.name} {r['backend']} {dtype}"
@@ -141,28 +153,47 @@ def validate_silicon(folder: Path) -> list[Figure]:
     found, listed = [], []
     for family, free, bound in (("dense", 0.18, 0.10), ("moe", 0.24, 0.135)):
         rows = [r for r in every if r.family == family]
-        logs, names = uncalibrated(rows)
-        errors = np.abs(np.exp(logs) - 1)
-        found.append(Figure(f"silicon {family}", "mean error, uncalibrated", float(errors.mean()), free, rows=len(rows),
-                            note=f"median {np.median(errors):.3f}"))  # fmt: skip
-        hits = _left_out_coverage(logs, names)
-        found.append(Figure(f"silicon {family}", "rows inside 80 % ranges taken from the other groups", hits, None,
-                            rows=len(rows), note="wanted 0.7 to 0.9"))  # fmt: skip
-        groups = {n: [r for r in rows if r.group == n] for n in sorted(set(names))}
-        rng = np.random.default_rng(SEED)
-        held: list[float] = []
-        inside: list[bool] = []
-        for members in groups.values():
-            if len(members) > POINTS:
-                for _ in range(DRAWS):
-                    e, i = _calibrated(members, rng)
-                    held, inside = held + e, inside + i
-        found.append(Figure(f"silicon {family}", f"mean held-out error, {POINTS} points a group", float(np.mean(held)),
-                            bound, rows=len(held), note=f"median {np.median(held):.3f}"))  # fmt: skip
-        share = float(np.mean(inside))
-        found.append(Figure(f"silicon {family}", "held-out points inside the 80 % interval, at least", share, 0.7, False))
-        found.append(Figure(f"silicon {family}", "held-out points inside the 80 % interval, at most", share, 0.9))
-        picked = np.array(names)
-        listed += [Figure(f"silicon {family}", f"{n}, uncalibrated", float(errors[picked == n].mean()), None,
-                          rows=int((picked == n).sum())) for n in groups]  # fmt: skip
+        heads, groups = _without(family, rows, free)
+        found += heads + _with(family, rows, bound)
+        listed += groups
     return found + listed
+
+
+def _without(family: str, rows: list[SiliconRow], wanted: float) -> tuple[list[Figure], list[Figure]]:
+    """Errors under the priors: all rows, and group by group."""
+    logs, names = uncalibrated(rows)
+    errors, picked, title = np.abs(np.exp(logs) - 1), np.array(names), f"silicon {family}"
+    tail = f"median {np.median(errors):.3f}"
+    outside = "rows inside 80 % ranges taken from the other groups"
+    heads = [
+        Figure(title, "mean error, uncalibrated", float(errors.mean()), wanted, rows=len(rows), note=tail),
+        Figure(
+            title, outside, _left_out_coverage(logs, names), None, rows=len(rows), note="wanted 0.7 to 0.9"
+        ),
+    ]
+    groups = [
+        Figure(
+            title,
+            f"{n}, uncalibrated",
+            float(errors[picked == n].mean()),
+            None,
+            rows=int((picked == n).sum()),
+        )
+        for n in sorted(set(names))
+    ]
+    return heads, groups
+
+
+def _with(family: str, rows: list[SiliconRow], wanted: float) -> list[Figure]:
+    """Held-out errors after random calibrations of each group."""
+    rng, title = np.random.default_rng(SEED), f"silicon {family}"
+    held: list[float] = []
+    inside: list[bool] = []
+    for name in sorted({r.group for r in rows}):
+        members = [r for r in rows if r.group == name]
+        for _ in range(DRAWS if len(members) > POINTS else 0):
+            errors, hits = _calibrated(members, rng)
+            held, inside = held + errors, inside + hits
+    what, tail = f"mean held-out error, {POINTS} points a group", f"median {np.median(held):.3f}"
+    error = Figure(title, what, float(np.mean(held)), wanted, rows=len(held), note=tail)
+    return [error, *inside_figures(title, float(np.mean(inside)), len(held))]
