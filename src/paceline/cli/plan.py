@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def _listing(as_json: bool) -> str:
         "devices": ("device", "title", "bf16 TFLOP/s", "GB/s", "GB"),
         "published": ("published acceptance", "kind", "data"),
     }
-    tables: dict[str, list[tuple[str, ...]]] = {"models": models, "devices": devices, "published": curves}
+    tables: dict[str, Sequence[tuple[str, ...]]] = {"models": models, "devices": devices, "published": curves}
     if as_json:
         named = {k: [dict(zip(heads[k], row, strict=True)) for row in rows] for k, rows in tables.items()}
         return json.dumps({**named, "mechanisms": list(KINDS)}, indent=1)

@@ -117,8 +117,7 @@ class Acceptance:
 
 def _survival(known: Sequence[float], length: int) -> Array:
     padded = list(known[:length]) + [known[-1]] * max(0, length - len(known))
-    survival: Array = np.cumprod(np.array(padded, dtype=np.float64))
-    return survival
+    return np.asarray(np.cumprod(np.array(padded, dtype=np.float64)), dtype=np.float64)
 
 
 def _shifted(a: float, shift: float) -> float:

@@ -85,7 +85,7 @@ def fit_logs(
             if damping > 1e8:
                 break
     jacobian = _jacobian(stacked, x, value)
-    residuals: Array = np.asarray(predict(x) - observed)
+    residuals = np.asarray(predict(x) - observed, dtype=np.float64)
     free = max(len(observed) - 0.5 * len(names), 1.0)
     spread = math.sqrt((_NOISE_WEIGHT * noise**2 + float(residuals @ residuals)) / (_NOISE_WEIGHT + free))
     data = jacobian[: len(observed)] * (noise / spread)

@@ -1,4 +1,4 @@
-"""The five guidelines of NVIDIA's post "Co-Designing AI Models Using Speculative Decoding" (part 3 of a series),
+"""The five guidelines of NVIDIA's post "Co-Designing AI Models Using Speculative Decoding" (its third part),
 computed for one model, device and load: numbers, a sentence, and where the full cost model disagrees.
 """
 

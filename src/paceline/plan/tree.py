@@ -43,6 +43,7 @@ def tree_values(ranks: Sequence[float], nodes: int, levels: int) -> Array:
         raise InvalidParameter("tree", (nodes, levels), "at least one node and no negative depth")
     best = np.zeros((nodes + 1, levels + 1))
     best[1, :] = 1.0
+    best[1:, 0] = 1.0  # without levels the root is all there is
     for level in range(1, levels + 1):
         # table[m] = best with the children so far; a further child of y nodes adds its rank's share.
         table = np.full(nodes + 1, -np.inf)
