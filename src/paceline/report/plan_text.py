@@ -98,10 +98,16 @@ def _schedule(plan: Plan) -> str:
                     f"{e['chance_best']:.0%}",
                 )
             )
+    off = [e["idle_speed"] for band in schedule["bands"] for e in band["entries"] if e["length"] == 0]
+    tail = ""
+    if off:
+        tail = (
+            f"\nWhere D = 0 a server without speculation is meant; D = 0 inside a speculative one keeps "
+            f"{min(off):.0%} of its speed."
+        )
     head = ("context", "batch", "D", "gain", "regret at most", "expected", "chance best")
-    return f"Draft length of {schedule['mechanism']} (a running server; change 10 % past an edge):\n" + table(
-        head, rows
-    )
+    title = f"Draft length of {schedule['mechanism']} (change 10 % past an edge)"
+    return f"{title}:\n{table(head, rows)}{tail}"
 
 
 def _break_even(plan: Plan) -> str:
