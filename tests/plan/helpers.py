@@ -54,6 +54,4 @@ def scenario(
 ) -> Scenario:
     shape, layout = find_model(model), Layout(tensor, expert)
     load = Load(prompt, output)
-    return Scenario(
-        shape, find_hardware(hardware), load, Precision.of(shape, dtype), layout, layout.devices
-    )
+    return Scenario(shape, find_hardware(hardware), load, Precision.of(shape, dtype), layout, layout.devices)

@@ -141,9 +141,13 @@ def test_requests_are_resampled_whole() -> None:
     for r in range(20):
         for i in range(50):
             kept = 1 if r % 2 else 0
-            alike.append(StepRecord(f"r{r}", 0, i, 0.0, 1, 2, 10, "verify", "model", 1, kept, 1 + kept, 0, 0, 0))
+            alike.append(
+                StepRecord(f"r{r}", 0, i, 0.0, 1, 2, 10, "verify", "model", 1, kept, 1 + kept, 0, 0, 0)
+            )
     mixed = [
-        StepRecord(f"r{i % 20}", 0, i, 0.0, 1, 2, 10, "verify", "model", 1, (i // 20) % 2, 1 + (i // 20) % 2, 0, 0, 0)
+        StepRecord(
+            f"r{i % 20}", 0, i, 0.0, 1, 2, 10, "verify", "model", 1, (i // 20) % 2, 1 + (i // 20) % 2, 0, 0, 0
+        )
         for i in range(1000)
     ]
     spread = [np.std([d[0] for d in acceptance_from_records(r, "t").draws]) for r in (alike, mixed)]
@@ -205,13 +209,21 @@ def test_own_files(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     groups = [
         {"name": "greedy", "share": 0.5, "temperature": 0.0, "acceptance": [0.8]},
-        {"name": "hot", "share": 0.5, "temperature": 1.0, "acceptance": [0.1], "by_context": [[2048, [0.1]], [None, [0.0]]]},
+        {
+            "name": "hot",
+            "share": 0.5,
+            "temperature": 1.0,
+            "acceptance": [0.1],
+            "by_context": [[2048, [0.1]], [None, [0.0]]],
+        },
     ]
     path.write_text(json.dumps({"schema": "paceline.acceptance/1", "groups": groups}), encoding="utf-8")
     found = read_acceptance(str(path))
     assert len(found.parts) == 2
     assert found.lengths(1, 100)[1] > found.lengths(1, 50_000)[1]
-    path.write_text(json.dumps({"schema": "paceline.acceptance/1", "groups": [{"rate": 1}]}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"schema": "paceline.acceptance/1", "groups": [{"rate": 1}]}), encoding="utf-8"
+    )
     with pytest.raises(ModelFormatError, match="rate"):
         read_acceptance(str(path))
 

@@ -6,20 +6,27 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers import scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import scenario
 from paceline.errors import InvalidParameter
+from paceline.plan.acceptance import constant_acceptance
 from paceline.plan.constants import Constants, prior_constants
 from paceline.plan.cost import Layout, Precision, pad_rows, price, smooth_maximum, step_time
 from paceline.plan.experts import active_experts, effective_tokens
 from paceline.plan.mechanisms import KINDS, Mechanism, draft_seconds
 from paceline.plan.rounds import evaluate, target_cost
-from paceline.plan.acceptance import constant_acceptance
 from paceline.plan.timings import Ledger
 
-MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3.6-35b-a3b", "deepseek-v4-flash"]
+MODELS = [
+    "llama-3.1-8b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+    "gpt-oss-120b",
+    "qwen3.6-35b-a3b",
+    "deepseek-v4-flash",
+]
 
 
 def _slow_dense_step(s, batch: float, width: float, context: float) -> float:
@@ -27,7 +34,10 @@ def _slow_dense_step(s, batch: float, width: float, context: float) -> float:
     c, shape, hw = s.priced_by, s.shape, s.hardware
     rows = float(pad_rows(np.array(batch * width)))
     tiled = np.ceil(rows / 16) * 16
-    rate, flops = hw.bandwidth_bytes_per_s * c.weight_bandwidth, hw.flops_per_s["bf16"] * c.compute_by_format["bf16"]
+    rate, flops = (
+        hw.bandwidth_bytes_per_s * c.weight_bandwidth,
+        hw.flops_per_s["bf16"] * c.compute_by_format["bf16"],
+    )
 
     def product(weights: float, moved: float, kernels: float) -> float:
         a, b = (2 * weights + 2 * rows * moved) / rate, 2 * weights * tiled / flops
@@ -40,11 +50,22 @@ def _slow_dense_step(s, batch: float, width: float, context: float) -> float:
     total += product(n * 3 * h * ffn.inner, n * (2 * h + 2 * ffn.inner), 2 * n)
     read = n * batch * context * att.row_width * 2 / (hw.bandwidth_bytes_per_s * c.kv_bandwidth)
     queries = att.group * width
-    tile = 16 if queries <= 16 else 32 if queries <= 32 else 64 if queries <= 64 else np.ceil(queries / 128) * 128
+    tile = (
+        16
+        if queries <= 16
+        else 32
+        if queries <= 32
+        else 64
+        if queries <= 64
+        else np.ceil(queries / 128) * 128
+    )
     scored = n * 2 * batch * att.kv_heads * tile * context * 2 * att.head_dim / flops
     total += (read**3 + scored**3) ** (1 / 3) + n * (c.attention_s + c.pair_s * batch * att.kv_heads)
     head = product(h * shape.vocab, h, 1)
-    a, b = (2 * h * shape.vocab + 2 * rows * h + 12 * rows * shape.vocab) / rate, 2 * h * shape.vocab * tiled / flops
+    a, b = (
+        (2 * h * shape.vocab + 2 * rows * h + 12 * rows * shape.vocab) / rate,
+        2 * h * shape.vocab * tiled / flops,
+    )
     head = c.kernel_s + (a**3 + b**3) ** (1 / 3) + 8 * c.elementwise_s + rows * c.row_s
     total += head + n * rows * h * 16 / rate + 5 * n * c.elementwise_s
     return float(total)
@@ -107,7 +128,9 @@ def test_recurrent_layers_pay_for_every_token() -> None:
 
 @pytest.mark.parametrize(("experts", "active"), [(128, 8), (256, 8), (8, 2), (384, 6)])
 def test_experts_by_simulation(experts: int, active: int) -> None:
-    """4,000 draws; the mean of distinct experts lies within 5 standard errors (false alarm below 1e-5 a case)."""
+    """4,000 draws; the mean of distinct experts lies within 5 standard errors (false alarm below 1e-5 a
+    case).
+    """
     rng = np.random.default_rng(3)
     for tokens in (1, 3, 16):
         keys = rng.random((4000, tokens, experts))
@@ -184,7 +207,9 @@ def test_block_drafters_cost_the_same_at_every_length() -> None:
     assert short == long
 
 
-@pytest.mark.parametrize(("name", "values"), [("batch", (0, 10, 1)), ("width", (1, 10, 0)), ("context", (1, -1, 1))])
+@pytest.mark.parametrize(
+    ("name", "values"), [("batch", (0, 10, 1)), ("width", (1, 10, 0)), ("context", (1, -1, 1))]
+)
 def test_bad_points_are_refused(name: str, values: tuple[float, float, float]) -> None:
     s = scenario()
     batch, context, width = values[0], values[1], values[2]
@@ -208,5 +233,7 @@ def test_bad_layouts_and_formats_are_refused() -> None:
 def test_priced_work_scales_with_its_constants() -> None:
     s = scenario()
     faster = dataclasses.replace(s, constants=Constants(weight_bandwidth=1.0, kv_bandwidth=1.0))
-    assert float(target_cost(faster, 1.0, 1.0, 100.0).total_s) < float(target_cost(s, 1.0, 1.0, 100.0).total_s)
+    assert float(target_cost(faster, 1.0, 1.0, 100.0).total_s) < float(
+        target_cost(s, 1.0, 1.0, 100.0).total_s
+    )
     assert float(price([], Constants()).total_s) == Constants().host_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
 from helpers import scenario
+
 from paceline.plan import guidelines as g
 from paceline.plan.acceptance import constant_acceptance
 from paceline.plan.frontier import candidate
@@ -21,7 +21,10 @@ def _candidate(s, kind: str = "eagle3", rate: float = 0.8, name: str | None = No
 
 def test_products_fill_at_an_eighth_of_the_batch() -> None:
     made = g.fill_the_products(scenario(hardware="h100"), 16, 3)
-    whole, eighth = made.values["batch at the ridge, D = 0"].value, made.values["batch at the ridge, D = 7"].value
+    whole, eighth = (
+        made.values["batch at the ridge, D = 0"].value,
+        made.values["batch at the ridge, D = 7"].value,
+    )
     assert eighth == pytest.approx(whole / 8)
     other = g.fill_the_products(scenario(hardware="h200"), 16, 3)
     assert other.values["rows at the ridge"].value < made.values["rows at the ridge"].value
@@ -34,12 +37,20 @@ def test_a_slower_memory_moves_the_ridge_in_proportion() -> None:
     s = scenario()
     slow = dataclasses.replace(s.hardware, bandwidth_bytes_per_s=s.hardware.bandwidth_bytes_per_s / 2)
     fast, slower = (g.fill_the_products(x, 16, 3) for x in (s, dataclasses.replace(s, hardware=slow)))
-    assert slower.values["rows at the ridge"].value == pytest.approx(2 * fast.values["rows at the ridge"].value)
+    assert slower.values["rows at the ridge"].value == pytest.approx(
+        2 * fast.values["rows at the ridge"].value
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "tensor", "start"),
-    [("llama-3.1-8b", 1, 31), ("llama-3.1-70b", 8, 15), ("qwen3-235b-a22b", 4, 7), ("deepseek-v3", 1, 0), ("minimax-m2.5", 8, 20)],
+    [
+        ("llama-3.1-8b", 1, 31),
+        ("llama-3.1-70b", 8, 15),
+        ("qwen3-235b-a22b", 4, 7),
+        ("deepseek-v3", 1, 0),
+        ("minimax-m2.5", 8, 20),
+    ],
 )
 def test_where_to_begin_in_attention(model: str, tensor: int, start: int) -> None:
     made = g.start_length(scenario(model, "h200", "fp8", tensor), 8, 3)
@@ -79,7 +90,10 @@ def test_low_latency_counts_more_than_layers() -> None:
 
 def test_mechanisms_are_weighed_by_speed_not_by_length() -> None:
     s = scenario()
-    long_but_dear, short_but_cheap = _candidate(s, "model", 0.9, "llama-3.2-3b"), _candidate(s, "eagle3", 0.75)
+    long_but_dear, short_but_cheap = (
+        _candidate(s, "model", 0.9, "llama-3.2-3b"),
+        _candidate(s, "eagle3", 0.75),
+    )
     made = g.weigh_mechanisms([long_but_dear, short_but_cheap], validated_spread(s.shape))
     assert "eagle3 at batch 1" in made.verdict
     assert "longest acceptance" in made.disagreement

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers import scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import scenario
 from paceline.errors import Infeasible, InvalidParameter
 from paceline.plan.acceptance import Acceptance, constant_acceptance
 from paceline.plan.frontier import break_even, candidate, envelope, service_level
@@ -33,7 +33,9 @@ def _slow_merge(speeds: np.ndarray, tolerance: float) -> float:
     return float(best)
 
 
-@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), min_size=1, max_size=5), st.floats(0, 0.1))
+@given(
+    st.lists(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), min_size=1, max_size=5), st.floats(0, 0.1)
+)
 @settings(max_examples=80, deadline=None)
 def test_the_schedule_is_the_best_of_all(rows: list[list[float]], tolerance: float) -> None:
     speeds = np.array(rows)
@@ -47,7 +49,9 @@ def test_the_schedule_is_the_best_of_all(rows: list[list[float]], tolerance: flo
 def _candidate(kind: str = "eagle3", rate: float = 0.75, batches=range(1, 257), contexts=(640.0,), **where):
     s = scenario(**where)
     acceptance = None if kind == "none" else constant_acceptance(rate, "test")
-    return candidate(s, Mechanism(kind), acceptance, list(batches), 0 if kind == "none" else 8, list(contexts))
+    return candidate(
+        s, Mechanism(kind), acceptance, list(batches), 0 if kind == "none" else 8, list(contexts)
+    )
 
 
 def test_ranges_cover_every_batch_once_and_lengths_fall() -> None:
@@ -89,12 +93,18 @@ def test_the_frontier_is_what_nothing_beats() -> None:
     every = []
     for c in found:
         user, device = c.grid.user_tokens_per_s[:, :, 0], c.grid.device_tokens_per_s[:, :, 0]
-        every += [(u, v) for u, v, ok in zip(user.ravel(), device.ravel(), c.fits[:, :, 0].ravel(), strict=True) if ok]
+        every += [
+            (u, v)
+            for u, v, ok in zip(user.ravel(), device.ravel(), c.fits[:, :, 0].ravel(), strict=True)
+            if ok
+        ]
     kept = {(round(p.user.value, 6), round(p.device.value, 6)) for p in points}
     for u, v in every:
         beaten = any(a >= u and b >= v and (a > u or b > v) for a, b in every)
         assert ((round(u, 6), round(v, 6)) in kept) == (not beaten)
-    assert all(a.user.value > b.user.value and a.device.value < b.device.value for a, b in itertools.pairwise(points))
+    assert all(
+        a.user.value > b.user.value and a.device.value < b.device.value for a, b in itertools.pairwise(points)
+    )
 
 
 def test_the_service_level_is_kept_and_the_answer_is_the_best() -> None:
@@ -169,7 +179,11 @@ def _slow_tree(p: list[float], nodes: int, levels: int) -> float:
         if rank == len(p) or left == 0:
             return 0.0
         return max(
-            [0.0] + [p[rank] * _slow_tree(p, n, levels - 1) + children(rank + 1, left - n) for n in range(1, left + 1)]
+            [0.0]
+            + [
+                p[rank] * _slow_tree(p, n, levels - 1) + children(rank + 1, left - n)
+                for n in range(1, left + 1)
+            ]
         )
 
     return 1.0 + children(0, nodes - 1)
@@ -178,7 +192,9 @@ def _slow_tree(p: list[float], nodes: int, levels: int) -> float:
 @pytest.mark.parametrize("p", [[0.6, 0.2, 0.1], [0.5, 0.5], [0.3, 0.3, 0.3], [0.9]])
 def test_the_tree_program_equals_its_recursion(p: list[float]) -> None:
     for nodes, levels in itertools.product((1, 2, 4, 6), (0, 1, 2, 4)):
-        assert float(tree_values(p, nodes, levels)[nodes, levels]) == pytest.approx(_slow_tree(p, nodes, levels))
+        assert float(tree_values(p, nodes, levels)[nodes, levels]) == pytest.approx(
+            _slow_tree(p, nodes, levels)
+        )
 
 
 def test_trees_shrink_where_verification_costs() -> None:

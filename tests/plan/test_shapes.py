@@ -32,7 +32,9 @@ def test_the_tables_are_large_enough_and_sourced() -> None:
 
 @pytest.mark.parametrize("shape", list_models(), ids=lambda s: s.name)
 def test_parameters_agree_with_the_name(shape) -> None:
-    """Weights counted from the shape come within 8 % (small models: 25 %) of the figure in the model's name, active ones within 40 %."""
+    """Weights counted from the shape come within 8 % (small models: 25 %) of the figure in the model's name,
+    active ones within 40 %.
+    """
     total = re.search(r"-(\d+(?:\.\d+)?)([bm])(?:-|$)", shape.name)
     if total and "x" not in shape.name:
         wanted = float(total[1]) * (1e9 if total[2] == "b" else 1e6)
@@ -60,12 +62,19 @@ def test_layers_are_told_apart() -> None:
     windows = shape_from_config("w", {**PLAIN, "sliding_window": 8, "sliding_window_pattern": 2}, "test")
     assert [(a.layers, a.window) for a in windows.attention] == [(2, None), (2, 8)]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    linear = {f"linear_{k}": v for k, v in {
-        "num_key_heads": 2, "key_head_dim": 8, "num_value_heads": 4, "value_head_dim": 8}.items()}  # fmt: skip
+    linear = {
+        f"linear_{k}": v
+        for k, v in {"num_key_heads": 2, "key_head_dim": 8, "num_value_heads": 4, "value_head_dim": 8}.items()
+    }
     hybrid = shape_from_config("h", {**PLAIN, "layer_types": kinds, **linear}, "test")
     assert [(a.kind, a.layers) for a in hybrid.attention] == [("full", 1), ("linear", 3)]
     assert hybrid.state_numbers() == 3 * 4 * 8 * 8
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    moe = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    }
     mixture = shape_from_config("m", {**PLAIN, **moe}, "test")
     assert [(f.layers, f.experts) for f in mixture.feed_forward] == [(3, 8), (1, 0)]
 

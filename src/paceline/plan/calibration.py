@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[np.float64]
-NOISE = 0.042  # prior log standard deviation of one timing around the model, over batches and contexts
+NOISE = 0.04  # prior log standard deviation of one timing around the model, over batches and contexts
 NOISE_AT_ONE_POINT = 0.02  # the same where all timings share batch and context: only the round's parts differ
 _NOISE_WEIGHT = 4.0  # as many timings' worth of belief in it
 Z80 = 1.2816
@@ -86,7 +86,8 @@ def fit_logs(
                 break
     jacobian = _jacobian(stacked, x, value)
     residuals = predict(x) - observed
-    free = max(len(observed) - 0.5 * len(names), 1.0)
+    # Each fitted constant spends some of the data; its prior pays for the rest.
+    free = max(len(observed) - 0.7 * len(names), 1.0)
     spread = math.sqrt((_NOISE_WEIGHT * noise**2 + float(residuals @ residuals)) / (_NOISE_WEIGHT + free))
     data = jacobian[: len(observed)] * (noise / spread)
     prior = jacobian[len(observed) :]

@@ -119,9 +119,9 @@ def max_batches(
 def _does_not_fit(scenario: Scenario, mechanism: Mechanism, use: MemoryUse, each: float) -> str:
     need = use.weights + use.draft_weights + use.reserve + each
     missing = need - use.capacity
-    one = scenario.hardware.memory_bytes * scenario.utilisation
+    one = (use.capacity - use.reserve) / scenario.layout.devices  # each device keeps its own reserve
     devices = 1
-    while devices * one < need and devices < 4096:
+    while devices * one < need - use.reserve and devices < 4096:
         devices *= 2
     smaller = ""
     if scenario.precision.experts not in ("fp4", "int4"):

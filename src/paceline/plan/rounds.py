@@ -150,7 +150,7 @@ def first_token_seconds(scenario: Scenario, mechanism: Mechanism, grid: Grid) ->
     prefill = np.where(grid.lengths > 0, drafted, plain)[None, :, None]
     per_token = 1 / grid.user_tokens_per_s
     out, b = scenario.load.output_tokens, grid.batches[:, None, None]
-    busy = np.minimum(0.95, b * prefill / (out * per_token + prefill))
+    busy = np.minimum(0.95, (b - 1) * prefill / (out * per_token + prefill))  # the others' prompts
     return np.asarray(prefill * (1 + busy / (2 * (1 - busy))) + grid.round_s / 2 + grid.draft_s)
 
 

@@ -7,8 +7,8 @@ target's own token) included, and at most l levels below it:
     F(m, l) = max over b of T(m, l, b);   T(1, l, 0) = 1
     T(m, l, b) = max over y of T(y, l, b-1) + ranks[b-1] * F(m-y, l-1)
 
-Ranks fall (children are ranked), and then growing by the largest path product gives the same values (a test holds both to each
-other).
+Ranks fall (children are ranked), and then growing by the largest path product gives the same values (a test
+holds both to each other).
 """
 
 from __future__ import annotations

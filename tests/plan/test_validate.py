@@ -1,0 +1,72 @@
+"""The accuracy that docs/planning.md states, on published measurements read from a folder beside the
+checkout.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from helpers import measurements
+
+from paceline.plan.validate.package import validate_package
+from paceline.plan.validate.silicon import silicon_rows, uncalibrated
+
+
+@pytest.mark.parametrize("name", ["dspark", "signs"])
+def test_every_figure_with_a_target_meets_it(name: str) -> None:
+    module = importlib.import_module(f"paceline.plan.validate.{name}")
+    figures = getattr(module, f"validate_{name}")(measurements())
+    missed = [f"{f.what}: {f.value:.3f}" for f in figures if f.met is False]
+    assert not missed
+    assert any(f.met for f in figures)
+
+
+def test_cost_ratios_and_kappa() -> None:
+    """Targets met but for the two sets of signs whose misses docs/planning.md lists."""
+    from paceline.plan.validate.ratios import validate_ratios
+
+    missed = {f.group for f in validate_ratios(measurements()) if f.met is False}
+    assert missed <= {
+        "EAGLE-3 paper, Llama-3.1-8B on H100",
+        "MagicDec, 8 x A100",
+        "DeepSeek-R1 FP4, MTP, 8 x B200",
+    }
+
+
+def test_uncalibrated_times_without_speculation() -> None:
+    import numpy as np
+
+    rows = silicon_rows(measurements())
+    assert [sum(r.family == f for r in rows) for f in ("dense", "moe")] == [1063, 1081]
+    for family, bound in (("dense", 0.18), ("moe", 0.24)):
+        logs, _ = uncalibrated([r for r in rows if r.family == family])
+        assert float(np.abs(np.exp(logs) - 1).mean()) <= bound
+
+
+@pytest.mark.slow
+def test_calibrated_times_without_speculation() -> None:
+    from paceline.plan.validate.silicon import validate_silicon
+
+    missed = [
+        f"{f.group} {f.what}: {f.value:.3f}" for f in validate_silicon(measurements()) if f.met is False
+    ]
+    assert not missed
+
+
+def test_the_table_in_the_package() -> None:
+    figures = validate_package()
+    assert all(f.met is not False for f in figures)
+    assert sum(f.rows == 1 for f in figures) >= 30
+
+
+def test_a_wrong_model_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same figures with free rounds and drafts that wake no experts miss their target."""
+    from paceline.plan import constants
+    from paceline.plan.validate import package
+
+    def wrong(family: str, engine: str = "any") -> constants.Constants:
+        return constants.Constants(host_s=0.0, round_s=0.0, draft_step_s=0.0, routing_correlation=0.95)
+
+    monkeypatch.setattr(package, "prior_constants", wrong)
+    assert any(f.met is False for f in validate_package())
