@@ -148,11 +148,10 @@ class Calibration:
 
 
 def calibrated_spread(calibration: Calibration) -> Spread:
-    """80 % factors of times after calibration: noise of the timings around the model, plus what is left of
-    the prior.
+    """80 % factors of times and ratios after calibration, for figures without a derivative of their own.
 
-    The overheads' share of a step is small, so the remaining parameter spread is taken as a quarter of its
-    mean.
+    Noise of the timings around the model and what is left of the prior; an overhead's share of a step is
+    small, so a quarter of the constants' mean spread counts. Rates have `bands.cost_sd` instead.
     """
     left = float(np.sqrt(np.diag(calibration.covariance)).mean()) / 4
     sd = Z80 * math.hypot(calibration.noise, left)

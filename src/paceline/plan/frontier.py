@@ -13,6 +13,8 @@ import numpy.typing as npt
 from paceline.core.estimate import Estimate, Origin
 from paceline.errors import Infeasible
 from paceline.plan.acceptance import Acceptance
+from paceline.plan.bands import acceptance_sd, cost_sd
+from paceline.plan.calibration import Calibration
 from paceline.plan.mechanisms import Mechanism
 from paceline.plan.memory import max_batches
 from paceline.plan.residuals import Spread
@@ -37,6 +39,15 @@ class Candidate:
     grid: Grid
     limits: Array
     first_token_s: Array  # [batch, length, context] mean seconds to the first token
+    tokens_sd: Array  # [length, context] log standard deviation of the tokens of a round
+    cost_sd: (
+        Array | None
+    )  # [batch, length, context] of the rates under a calibration; None: validated residuals
+
+    def spread_at(self, i: int, d: int, k: int, spread: Spread) -> Spread:
+        """The spread of rates at one point of the grid."""
+        cost = None if self.cost_sd is None else float(self.cost_sd[i, d, k])
+        return spread.at(float(self.tokens_sd[d, k]), cost)
 
     @property
     def fits(self) -> Array:
@@ -69,7 +80,7 @@ class Answer:
 
 def candidate(
     scenario: Scenario, mechanism: Mechanism, acceptance: Acceptance | None, batches: Sequence[int],
-    longest: int, contexts: Sequence[float],
+    longest: int, contexts: Sequence[float], calibration: Calibration | None = None,
 ) -> Candidate:  # fmt: skip
     """Evaluates a mechanism at draft lengths 0 to `longest` (or to its block)."""
     bound = mechanism.longest
@@ -78,7 +89,9 @@ def candidate(
     grid = evaluate(scenario, mechanism, acceptance, np.asarray(batches, dtype=float), lengths, contexts)
     limits = np.stack([max_batches(scenario, mechanism, lengths, float(c)) for c in contexts], axis=-1)
     first = first_token_seconds(scenario, mechanism, grid)
-    return Candidate(mechanism, acceptance, scenario, grid, limits.astype(float), first)
+    tokens = acceptance_sd(mechanism, acceptance, grid)
+    cost = cost_sd(scenario, mechanism, acceptance, grid, calibration) if calibration else None
+    return Candidate(mechanism, acceptance, scenario, grid, limits.astype(float), first, tokens, cost)
 
 
 def _point(c: Candidate, i: int, d: int, k: int, spread: Spread) -> Point:
@@ -87,9 +100,10 @@ def _point(c: Candidate, i: int, d: int, k: int, spread: Spread) -> Point:
     user, device = float(g.user_tokens_per_s[i, d, k]), float(g.device_tokens_per_s[i, d, k])
     tokens = float(g.tokens[0, d, k])
     ttft = float(c.first_token_s[i, d, k])
+    own = c.spread_at(i, d, k, spread)
     return Point(
         kind, int(g.batches[i]), int(g.lengths[d]),
-        spread.around(user, "tokens/s/user"), spread.around(device, "tokens/s/device"),
+        own.around(user, "tokens/s/user"), own.around(device, "tokens/s/device"),
         spread.around(ttft, "s", inverse=True), tokens, float(g.round_s[i, d, k]) * 1e3,
     )  # fmt: skip
 

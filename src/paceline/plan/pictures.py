@@ -12,6 +12,7 @@ from paceline.plan.cost import Array, smooth_maximum
 from paceline.plan.experts import active_experts, effective_tokens
 from paceline.plan.frontier import Candidate
 from paceline.plan.hardware import weight_bytes
+from paceline.plan.residuals import Spread
 from paceline.plan.rounds import target_cost
 from paceline.plan.scenario import Scenario
 
@@ -20,10 +21,10 @@ __all__ = ["pictures"]
 WIDTHS = (1, 2, 4, 8, 16)  # D = 0, 1, 3, 7, 15
 
 
-def pictures(candidates: Sequence[Candidate], scenario: Scenario) -> dict[str, Any]:
+def pictures(candidates: Sequence[Candidate], scenario: Scenario, spread: Spread) -> dict[str, Any]:
     """Curves for the page, by picture."""
     return {
-        "frontiers": [_frontier(c) for c in candidates],
+        "frontiers": [_frontier(c, spread) for c in candidates],
         "lengths": [_lengths(c) for c in candidates if c.acceptance is not None],
         "product": _product(scenario),
         "attention": _attention(scenario),
@@ -35,17 +36,19 @@ def _sample(count: int, most: int = 60) -> list[int]:
     return sorted({round(x) for x in np.geomspace(1, count, min(count, most))}) if count > 1 else [1]
 
 
-def _frontier(c: Candidate) -> dict[str, Any]:
-    """The best draft length at each batch: [user, device, batch, length]."""
+def _frontier(c: Candidate, spread: Spread) -> dict[str, Any]:
+    """The best draft length at each batch: [user, device, batch, length, 80 % range of the device's rate]."""
     rows = []
     for n in _sample(len(c.grid.batches)):
         i = n - 1
         fits = c.fits[i, :, 0]
         if fits.any():
             d = int(np.argmax(np.where(fits, c.grid.user_tokens_per_s[i, :, 0], 0)))
-            rows.append([round(float(c.grid.user_tokens_per_s[i, d, 0]), 3),
-                         round(float(c.grid.device_tokens_per_s[i, d, 0]), 3),
-                         int(c.grid.batches[i]), int(c.grid.lengths[d])])  # fmt: skip
+            own = c.spread_at(i, d, 0, spread)
+            user, device = c.grid.user_tokens_per_s[i, d, 0], c.grid.device_tokens_per_s[i, d, 0]
+            rates = [float(user), float(device), device / own.time_high, device / own.time_low]
+            low_high = [round(float(r), 3) for r in rates]
+            rows.append([*low_high[:2], int(c.grid.batches[i]), int(c.grid.lengths[d]), *low_high[2:]])
     return {"mechanism": c.mechanism.label, "points": rows}
 
 

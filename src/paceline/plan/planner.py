@@ -126,7 +126,7 @@ def make_plan(request: PlanRequest) -> Plan:
     work = _Work(request, scenario, spread, [])
     for mechanism, acceptance in [(Mechanism("none"), None), *pairs]:
         longest = 0 if mechanism.kind == "none" else request.longest
-        made = candidate(scenario, mechanism, acceptance, batches, longest, contexts)
+        made = candidate(scenario, mechanism, acceptance, batches, longest, contexts, calibration)
         if not made.fits[:, :, 0].any():
             work.warnings.append(f"{mechanism.label}: does not fit beside the target and is left out.")
             continue
@@ -207,7 +207,7 @@ def _data(work: _Work, edges: list[float | None], calibration: Calibration | Non
         "schema": SCHEMA,
         "request": dataclasses.asdict(work.request),
         "scenario": scenario_section(scenario),
-        "candidates": [candidate_section(c, spread) for c in work.candidates],
+        "candidates": [candidate_section(c) for c in work.candidates],
         "schedule": {"mechanism": drafting.mechanism.label if drafting else "none", "bands": schedule},
         "break_even": {
             c.mechanism.label: None if (e := break_even(c, spread)) is None else as_json(e)
@@ -218,7 +218,7 @@ def _data(work: _Work, edges: list[float | None], calibration: Calibration | Non
         "time_by_operator": operator_section(chosen, answer),
         "memory": memory_section(chosen, answer),
         "guidelines": _guidelines(work, drafting, answer),
-        "pictures": pictures(work.candidates, scenario),
+        "pictures": pictures(work.candidates, scenario, spread),
         "warnings": work.warnings,
         "calibration": None if calibration is None else calibration.as_json(),
     }  # fmt: skip

@@ -7,6 +7,7 @@ docs/planning.md; each group holds quantiles of log(predicted / measured) for ti
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -29,6 +30,19 @@ class Spread:
     ratio_high: float
     origin: Origin
     source: str
+
+    def at(self, tokens_sd: float, cost_sd: float | None) -> Spread:
+        """The spread of rates at one point: costs (here, or `cost_sd` of a calibration) and acceptance
+        together.
+        """
+        z = 1.2816
+        slow, fast = math.log(self.time_high), math.log(self.time_low)
+        if cost_sd is not None:
+            slow, fast = z * cost_sd, -z * cost_sd
+        extra = z * tokens_sd
+        return dataclasses.replace(
+            self, time_low=math.exp(-math.hypot(fast, extra)), time_high=math.exp(math.hypot(slow, extra))
+        )
 
     def around(self, value: float, unit: str, inverse: bool = False) -> Estimate:
         """A rate (or, `inverse`, a time) with its range."""

@@ -4,6 +4,7 @@ planner.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from paceline.plan.cost import Layout, Precision
 from paceline.plan.hardware import Hardware
 from paceline.plan.shape import ModelShape
 
-__all__ = ["Load", "Scenario"]
+__all__ = ["Load", "Scenario", "with_constants"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,8 @@ class Scenario:
     @property
     def replicas(self) -> int:
         return self.devices // self.layout.devices
+
+
+def with_constants(scenario: Scenario, constants: Constants) -> Scenario:
+    """The same scenario priced by other constants."""
+    return dataclasses.replace(scenario, constants=constants)

@@ -49,7 +49,7 @@ def scenario_section(s: Scenario) -> dict[str, Any]:
     }
 
 
-def candidate_section(c: Candidate, spread: Spread) -> dict[str, Any]:
+def candidate_section(c: Candidate) -> dict[str, Any]:
     longest = int(c.grid.lengths[-1])
     a = c.acceptance
     return {
@@ -68,7 +68,6 @@ def candidate_section(c: Candidate, spread: Spread) -> dict[str, Any]:
         },
         "by_batch": _by_batch(c),
         "fits": {"batch_at_longest": int(c.limits[-1, 0]), "batch_without_drafts": int(c.limits[0, 0])},
-        "time_factors": [spread.time_low, spread.time_high],
     }
 
 
