@@ -65,6 +65,7 @@ class Ledger:
 
     batch: Array
     draft_length: Array
+    rounds: Array  # fixed costs of a speculative round
     target: list[Work]
     draft: list[tuple[list[Work], Array, Array]]  # works, passes [rows], serial steps [rows]
     prefill: list[list[Work]]
@@ -82,14 +83,13 @@ class Ledger:
         target = count_work(s.shape, s.hardware, b, mechanism.widths(d), ctx, s.precision, s.layout, c)
         prefill = prefill_works(s, None, b)
         together = prompts_together(s.load.prompt_tokens, b)
-        return cls(
-            b, d, target, draft_works(mechanism, s, b, d, ctx), prefill, together, s.load.output_tokens
-        )
+        drafts, rounds = draft_works(mechanism, s, b, d, ctx), mechanism.rounds(b, d)
+        return cls(b, d, rounds, target, drafts, prefill, together, s.load.output_tokens)
 
     def round_s(self, c: Constants) -> Array:
         """Seconds a round, [rows]."""
         no_host = dataclasses.replace(c, host_s=0.0, row_s=0.0)
-        seconds = price(self.target, c).total_s + np.where(self.draft_length > 0, c.round_s, 0.0)
+        seconds = price(self.target, c).total_s + self.rounds * c.round_s
         for works, passes, steps in self.draft:
             each = price(works, no_host).total_s if works else 0.0
             seconds = seconds + passes * each + steps * c.draft_step_s
