@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["add_parser", "run"]
 
-SETS = ("package", "dspark", "ratios", "signs", "silicon", "gemm")
+SETS = ("package", "dspark", "ratios", "published", "signs", "silicon", "gemm")
 
 
 def add_parser(subparsers: Any) -> None:

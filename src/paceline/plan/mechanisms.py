@@ -37,7 +37,8 @@ Array = npt.NDArray[np.float64]
 KINDS = ("none", "ngram", "suffix", "layer-skip", "model", "eagle3", "mtp", "dflash", "dspark")
 _SERIAL = ("model", "layer-skip", "eagle3", "mtp")
 _BLOCK_LAYERS = 5
-# A string match on the host: .6 % of a verification in vLLM (arXiv 2601.11580), mostly hidden behind the device.
+# A string match on the host: .6 % of a verification in vLLM (arXiv 2601.11580), mostly hidden behind the
+# device.
 _MATCH_S = 3e-6
 _MATCH_FIXED_S = 0.05e-3
 _NO_MODEL = 0.4  # of the round's fixed cost, where no drafter's pass or hidden state has to be managed

@@ -172,7 +172,9 @@ def evaluate(
     draft = np.broadcast_to(draft_seconds(mechanism, scenario, bb, dd, cc), target.shape)
     round_s = target + draft + mechanism.rounds(bb, dd) * c.round_s
     kept_up = draft_seconds(mechanism, scenario, bb, np.ones((1, 1, 1)), cc)
-    idle = target[:, :1, :] + (kept_up + mechanism.rounds(bb, 1) * c.round_s if mechanism.kind != "none" else 0.0)
+    idle = target[:, :1, :] + (
+        kept_up + mechanism.rounds(bb, 1) * c.round_s if mechanism.kind != "none" else 0.0
+    )
     seconds = np.where(dd > 0, prefill_seconds(scenario, mechanism, bb), prefill_seconds(scenario, None, bb))
     prefill = c.prefill * seconds / scenario.load.output_tokens
     return Grid(b, d, ctx, round_s, target, draft, np.asarray(idle), _tokens(mechanism, acceptance, d, ctx),

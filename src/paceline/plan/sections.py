@@ -103,7 +103,12 @@ def operator_section(c: Candidate, answer: Answer) -> list[dict[str, Any]]:
     if best.draft_length:
         d = int(np.flatnonzero(c.grid.lengths == best.draft_length)[0])
         found.append({"operator": "drafting", "ms": float(c.grid.draft_s[i, d, 0] * 1e3)})
-        found.append({"operator": "speculative round", "ms": float(c.mechanism.rounds(best.batch, 1)) * s.priced_by.round_s * 1e3})
+        found.append(
+            {
+                "operator": "speculative round",
+                "ms": float(c.mechanism.rounds(best.batch, 1)) * s.priced_by.round_s * 1e3,
+            }
+        )
     return sorted(found, key=lambda row: -float(str(row["ms"])))
 
 

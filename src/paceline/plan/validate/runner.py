@@ -22,12 +22,16 @@ def run_set(name: str, folder: Path | None) -> list[Figure]:
         return validate_package()
     if folder is None or not folder.is_dir():
         raise UsageError(f"--data is {str(folder)!r}; give the folder that holds the measurement sets")
-    from paceline.plan.validate import dspark, gemm, ratios, signs, silicon
+    from paceline.plan.validate import dspark, gemm, published, ratios, signs, silicon
 
     sets = {
-        "dspark": dspark.validate_dspark, "gemm": gemm.validate_gemm, "ratios": ratios.validate_ratios,
-        "signs": signs.validate_signs, "silicon": silicon.validate_silicon,
-    }  # fmt: skip
+        "dspark": dspark.validate_dspark,
+        "gemm": gemm.validate_gemm,
+        "published": published.validate_published,
+        "ratios": ratios.validate_ratios,
+        "signs": signs.validate_signs,
+        "silicon": silicon.validate_silicon,
+    }
     return sets[name](folder)
 
 
