@@ -157,8 +157,9 @@ def test_vllm_takes_the_configuration(tmp_path: Path) -> None:
     for kind in sorted(set(DRAFTS) - LACKS["vllm"]):
         assert set(json.loads(rendered("vllm", advice(kind)).files["speculative_config.json"])) <= known
     tiny = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 256,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+        "max_position_embeddings": 256,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(tiny), encoding="utf-8")
     target = vllm.ModelConfig(

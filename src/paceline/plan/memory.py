@@ -123,6 +123,7 @@ def _does_not_fit(scenario: Scenario, mechanism: Mechanism, use: MemoryUse, each
     devices = 1
     while devices * one < need - use.reserve and devices < 4096:
         devices *= 2
+    drafter = "" if mechanism.kind == "none" else f" with {mechanism.label}"
     smaller = ""
     if scenario.precision.experts not in ("fp4", "int4"):
         linear = weight_bytes(scenario.precision.linear)
@@ -130,8 +131,7 @@ def _does_not_fit(scenario: Scenario, mechanism: Mechanism, use: MemoryUse, each
             f", or a smaller number format ({use.weights / 1e9:.0f} GB of weights at {linear:g} bytes each)"
         )
     return (
-        f"{scenario.shape.name} with {mechanism.label} needs {need / 1e9:.1f} GB and "
-        f"{scenario.layout.devices} x "
+        f"{scenario.shape.name}{drafter} needs {need / 1e9:.1f} GB and {scenario.layout.devices} x "
         f"{scenario.hardware.title} offer {use.capacity / 1e9:.1f} GB: {missing / 1e9:.1f} GB too little; "
         f"--tp {devices} would fit{smaller}"
     )

@@ -86,20 +86,25 @@ def make_schedule(
         possible = speeds.max(axis=1) > 0
         if not possible.any():
             continue
-        chosen, regret = _merge(speeds[possible], tolerance)
+        chosen, regret = _merge(speeds[possible], _doublings(grid.batches[possible]), tolerance)
         entries = _entries(grid.batches[possible], grid.lengths, chosen, regret)
         found.append(Band(bounds[i], float(context), entries))
     return found
 
 
-def _merge(speeds: Array, tolerance: float) -> tuple[npt.NDArray[np.intp], Array]:
-    """Index of the length at each batch: non-increasing, least (mean regret + tolerance per change)."""
+def _doublings(batches: Array) -> Array:
+    """How much of a doubling each batch stands for: small batches count as much as large ones."""
+    edges = np.sqrt(batches[:-1] * batches[1:])
+    return np.diff(np.log2(np.concatenate([[batches[0] / 2**0.5], edges, [batches[-1] * 2**0.5]])))
+
+
+def _merge(speeds: Array, weights: Array, tolerance: float) -> tuple[npt.NDArray[np.intp], Array]:
+    """Index of the length at each batch: non-increasing, least (weighted regret + tolerance per change)."""
     best = speeds.max(axis=1, keepdims=True)
     regret = 1 - speeds / best
     batches, lengths = regret.shape
-    # Regret counts once per doubling of the batch, whatever the grid's spacing; an excess above tolerance
-    # doubly.
-    penalty = regret + 4 * np.maximum(regret - tolerance, 0)
+    # An excess above the tolerance weighs five times: the worst loss of the schedule matters most.
+    penalty = weights[:, None] * (regret + 4 * np.maximum(regret - tolerance, 0))
     cost = penalty[-1].copy()
     choice = np.zeros((batches, lengths), dtype=np.intp)
     for row in range(batches - 2, -1, -1):
