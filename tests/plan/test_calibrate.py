@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import scenario
+from helpers import measurements, scenario
 
 from paceline.errors import InvalidParameter, ModelFormatError, UsageError
 from paceline.plan.calibrated import calibrate_request, suggest_first, suggest_next
@@ -172,6 +172,39 @@ def test_a_cliff_is_named_and_left_out() -> None:
     )
     assert [(t.batch, t.draft_length) for t in made.cliffs] == [(128, 5)]
     assert float(np.abs(made.fit.residuals).max()) < 0.1
+
+
+def test_a_region_that_is_slower_throughout_is_a_cliff() -> None:
+    """Batches 32 and 128 draft twice as slowly: fitted below, named above, and the plan says so."""
+    timings, _ = _measured(0.0, 0)
+    slowed = [
+        dataclasses.replace(t, round_s=2.0 * (t.round_s or 0)) if t.batch >= 32 and t.draft_length else t
+        for t in timings
+    ]
+    made = calibrate_request(REQUEST, slowed)
+    assert made.calibration.cliff is not None
+    assert made.calibration.cliff[0] == 32
+    assert made.calibration.cliff[1] == pytest.approx(2.0, rel=0.1)
+    plan = make_plan(dataclasses.replace(REQUEST, calibration=made.calibration.as_json()))
+    assert any("cliff from batch 32" in w for w in plan["warnings"])
+
+
+def test_a_published_cliff_is_found() -> None:
+    """Llama-3.1-8B with EAGLE-3 on GH200: rounds jump between 4 and 16 requests (R 1.43 to 2.43 at D = 1)."""
+    from paceline.plan.validate.figures import read_rows
+
+    name = "inference-lab/llama31_8b_eagle3_sglang_gh200_sharegpt.csv"
+    timings = [
+        Timing(
+            float(r["concurrency"]), int(r["D"]), round_s=float(r["derived_round_ms"]) / 1e3, context=410,
+            acceptance_length=float(r["acceptance_length"]) if r["D"] != "0" else None,
+        )
+        for r in read_rows(measurements() / name)
+    ]  # fmt: skip
+    request = PlanRequest("llama-3.1-8b", "gh200", drafts=(("eagle3", "AL:2@4"),))
+    made = calibrate_request(request, timings)
+    assert made.calibration.cliff is not None
+    assert made.calibration.cliff[0] == 16
 
 
 def test_timings_need_their_drafter() -> None:

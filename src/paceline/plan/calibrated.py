@@ -47,14 +47,10 @@ def calibrate_request(request: PlanRequest, timings: Sequence[Timing]) -> Calibr
             "draft", None, "the mechanism the timings drafted with", "Write --draft KIND[:MODEL]."
         )
     rows = list(timings)
-    fit, predictor = _fit(scenario, mechanism, rows)
-    # Residuals are log predicted minus log measured rates: above log 1.25 the row was that much slower.
-    cliffs = [t for t, r in zip(_ordered(rows), fit.residuals, strict=True) if r > 0.22]
-    if cliffs and len(rows) - len(cliffs) >= 4:
-        rows = [t for t in rows if t not in cliffs]
-        fit, predictor = _fit(scenario, mechanism, rows)
-    else:
-        cliffs = []
+    region = _region(scenario, mechanism, rows)
+    if region is not None:
+        rows = [t for t in rows if t.batch < region[0]]
+    fit, predictor, rows, cliffs = _without_cliffs(scenario, mechanism, rows)
     constants = {n: v for n, v in fit.logs().items() if n in predictor.fitted}
     keep = [i for i, n in enumerate(fit.names) if n in constants]
     curve = tuple(1 / (1 + np.exp(-fit.mode[-2:]))) if predictor.curve else None
@@ -65,8 +61,65 @@ def calibrate_request(request: PlanRequest, timings: Sequence[Timing]) -> Calibr
         len(rows),
         float(np.median(np.abs(fit.residuals))),
         None if curve is None else (float(curve[0]), float(curve[1])),
+        region,
     )
     return Calibrated(made, fit, predictor, tuple(_ordered(rows)), scenario, tuple(cliffs))
+
+
+def _without_cliffs(
+    scenario: Scenario, mechanism: Mechanism, rows: list[Timing]
+) -> tuple[Fit, Predictor, list[Timing], list[Timing]]:
+    """Drops the row that is slowest against the fit, while it is over 25 % too slow and four rows are
+    left.
+    """
+    fit, predictor = _fit(scenario, mechanism, rows)
+    dropped: list[Timing] = []
+    kept = rows
+    while len(kept) > 4:
+        # Residuals are log predicted minus log measured rates: above log 1.25 the row was that much slower.
+        worst = int(np.argmax(fit.residuals))
+        if fit.residuals[worst] <= np.log(1.25):
+            return fit, predictor, kept, dropped
+        dropped.append(_ordered(kept)[worst])
+        kept = [t for t in kept if t is not dropped[-1]]
+        fit, predictor = _fit(scenario, mechanism, kept)
+    if float(fit.residuals.max()) <= np.log(1.25):
+        return fit, predictor, kept, dropped
+    fit, predictor = _fit(scenario, mechanism, rows)  # no smooth machine in these rows: keep them all
+    return fit, predictor, rows, []
+
+
+def _region(scenario: Scenario, mechanism: Mechanism, rows: list[Timing]) -> tuple[float, float] | None:
+    """The steepest cliff: (batch from which drafting is over 25 % slower than below, by how much)."""
+    steepest: tuple[float, float] | None = None
+    for start in sorted({t.batch for t in rows if t.draft_length})[1:]:
+        below = [t for t in rows if t.batch < start]
+        if len(below) < 4 or not any(t.draft_length for t in below):
+            continue
+        fit, predictor = _fit(scenario, mechanism, below)
+        if float(np.abs(fit.residuals).max()) > np.log(1.25):
+            continue
+        slow = np.array(_misses(scenario, mechanism, fit, predictor, rows, start))
+        jump = float(np.exp(np.median(slow)))
+        if (slow > np.log(1.25)).mean() >= 0.7 and (steepest is None or jump > steepest[1]):
+            steepest = (start, jump)
+    return steepest
+
+
+def _misses(
+    scenario: Scenario,
+    mechanism: Mechanism,
+    fit: Fit,
+    predictor: Predictor,
+    rows: list[Timing],
+    batch: float,
+) -> list[float]:
+    """Log measured over predicted time of the drafted rows of one batch."""
+    here = [t for t in rows if t.batch == batch and t.draft_length]
+    ledgers, groups = _ledgers(scenario, mechanism, here)
+    predicted = predictor.log_rates(fit.mode, ledgers, groups)
+    rates = [1 / t.round_s if t.round_s else (t.tokens_per_s or 0.0) for g in groups for t in g]
+    return [float(p - np.log(r)) for p, r in zip(predicted, rates, strict=True)]
 
 
 def _groups(rows: Sequence[Timing]) -> list[list[Timing]]:
@@ -81,13 +134,20 @@ def _ordered(rows: Sequence[Timing]) -> list[Timing]:
 
 
 def _fit(scenario: Scenario, mechanism: Mechanism, rows: Sequence[Timing]) -> tuple[Fit, Predictor]:
+    ledgers, groups = _ledgers(scenario, mechanism, rows)
+    return calibrate(ledgers, groups, scenario.priced_by)
+
+
+def _ledgers(
+    scenario: Scenario, mechanism: Mechanism, rows: Sequence[Timing]
+) -> tuple[list[Ledger], list[list[Timing]]]:
     groups = _groups(rows)
     ledgers = [
         Ledger.of(scenario, mechanism, [t.batch for t in g], [t.draft_length for t in g],
                   [scenario.load.mean_context if t.context is None else t.context for t in g])
         for g in groups
     ]  # fmt: skip
-    return calibrate(ledgers, groups, scenario.priced_by)
+    return ledgers, groups
 
 
 def suggest_first(request: PlanRequest) -> list[tuple[int, int]]:

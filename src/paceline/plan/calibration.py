@@ -115,6 +115,7 @@ class Calibration:
     rows: int
     median_error: float
     survival_fit: tuple[float, float] | None = None  # (s, r), where timings carried no acceptance length
+    cliff: tuple[float, float] | None = None  # (batch from which it does not hold, times slower there)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Calibration:
@@ -123,6 +124,7 @@ class Calibration:
                 dict(data["logs"]), np.array(data["covariance"], dtype=float), float(data["noise"]),
                 int(data["rows"]), float(data["median_error"]),
                 tuple(data["survival_fit"]) if data.get("survival_fit") else None,
+                tuple(data["cliff"]) if data.get("cliff") else None,
             )  # fmt: skip
         except KeyError as error:
             raise InvalidParameter("calibration", sorted(data), f"a field {error.args[0]}") from error
@@ -135,6 +137,7 @@ class Calibration:
             "rows": self.rows,
             "median_error": self.median_error,
             "survival_fit": list(self.survival_fit) if self.survival_fit else None,
+            "cliff": list(self.cliff) if self.cliff else None,
         }
 
     def constants(self, family: str, engine: str = "any") -> Constants:

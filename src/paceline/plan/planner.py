@@ -203,11 +203,18 @@ def _data(work: _Work, edges: list[float | None], calibration: Calibration | Non
     drafting = chosen if chosen.mechanism.kind != "none" else _best_drafting(work)
     schedule = [] if drafting is None else schedule_section(drafting, edges, spread)
     work.warnings.extend(plan_notes(work.candidates, scenario, answer, drafting))
+    if calibration is not None and calibration.cliff is not None:
+        work.warnings.append(
+            f"the timings show a cliff from batch {calibration.cliff[0]:g} on: rounds with drafts take "
+            f"{calibration.cliff[1]:.1f} times what this plan says there; keep speculation off from "
+            "that batch, "
+            "or remove the cliff and calibrate again."
+        )
     worst = max((e["regret"] for band in schedule for e in band["entries"]), default=0.0)
     if worst > 0.02:
         work.warnings.append(
-            f"the schedule never lengthens drafts as the batch grows, which costs up to {worst:.1%} here: with "
-            "experts, drafts pay best at middle batches, where all experts are read anyway."
+            f"the schedule never lengthens drafts as the batch grows, which costs up to {worst:.1%} here: "
+            "with experts, drafts pay best at middle batches, where all experts are read anyway."
         )
     return {
         "schema": SCHEMA,

@@ -32,6 +32,13 @@ def calibration_text(made: Calibrated) -> str:
             f"acceptance was not measured; fitted: {s:.2f} at the first position, falling by {r:.2f} each: "
             "measure it, since it cannot be told from the fixed cost of drafting."
         )
+    if c.cliff:
+        parts.append(
+            f"a cliff from batch {c.cliff[0]:g} on: rounds with drafts take {c.cliff[1]:.1f} times what "
+            "the batches below "
+            "allow. Only those below were fitted; look for a graph size or a scheduler limit, and "
+            "measure again."
+        )
     for t in made.cliffs:
         parts.append(
             f"a cliff at batch {t.batch:g}, D = {t.draft_length}: over 25 % slower than the rest "
