@@ -5,11 +5,15 @@ checkout.
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 from helpers import measurements
+from paceline.plan.lookup import read_table
 
 from paceline.plan.validate.package import validate_package
+from paceline.plan.validate.runner import write_residuals
 from paceline.plan.validate.silicon import silicon_rows, uncalibrated
 
 
@@ -51,12 +55,20 @@ def test_uncalibrated_times_without_speculation() -> None:
 
 @pytest.mark.slow
 def test_calibrated_times_without_speculation() -> None:
-    from paceline.plan.validate.silicon import validate_silicon
+    from paceline.plan.validate.runner import write_residuals
+from paceline.plan.validate.silicon import validate_silicon
 
     missed = [
         f"{f.group} {f.what}: {f.value:.3f}" for f in validate_silicon(measurements()) if f.met is False
     ]
     assert not missed
+
+
+def test_the_bands_are_those_of_the_validated_rows(tmp_path: Path) -> None:
+    """`data/residuals.json` is what `--write-residuals` writes from this version's predictions."""
+    path = tmp_path / "residuals.json"
+    write_residuals(measurements(), path)
+    assert json.loads(path.read_text(encoding="utf-8")) == read_table("residuals.json")
 
 
 def test_the_table_in_the_package() -> None:
