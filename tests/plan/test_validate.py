@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers import measurements
-from paceline.plan.lookup import read_table
 
+from paceline.plan.lookup import read_table
 from paceline.plan.validate.package import validate_package
 from paceline.plan.validate.runner import write_residuals
 from paceline.plan.validate.silicon import silicon_rows, uncalibrated
@@ -55,8 +55,7 @@ def test_uncalibrated_times_without_speculation() -> None:
 
 @pytest.mark.slow
 def test_calibrated_times_without_speculation() -> None:
-    from paceline.plan.validate.runner import write_residuals
-from paceline.plan.validate.silicon import validate_silicon
+    from paceline.plan.validate.silicon import validate_silicon
 
     missed = [
         f"{f.group} {f.what}: {f.value:.3f}" for f in validate_silicon(measurements()) if f.met is False

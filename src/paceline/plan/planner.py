@@ -191,7 +191,7 @@ def _contexts(
     bounds = {upto for a in profiles if a for upto, _ in a.by_context if math.isfinite(upto)}
     edges = sorted(bounds | {e for e in _CONTEXT_EDGES if e < 8 * max(mean, 512)})
     inside = [(low * high) ** 0.5 for low, high in zip([max(edges[0] / 4, 1.0), *edges], edges, strict=False)]
-    return [mean, *inside, edges[-1] * 2], [None, *edges, None]
+    return [mean, *inside, max(edges[-1] * 2, mean)], [None, *edges, None]
 
 
 def _data(work: _Work, edges: list[float | None], calibration: Calibration | None) -> dict[str, Any]:
