@@ -16,7 +16,19 @@ from paceline.errors import PacelineError
 
 __all__ = ["build_parser", "main"]
 
-_VERBS = ("run", "chat", "demo", "pull", "doctor")
+_VERBS = (
+    "run",
+    "chat",
+    "demo",
+    "pull",
+    "doctor",
+    "plan",
+    "explain",
+    "whatif",
+    "export",
+    "calibrate",
+    "validate",
+)
 _INTERRUPTED = 130
 
 
