@@ -15,7 +15,7 @@ from paceline.decode.model.step import Span, build_inputs
 
 __all__ = ["PassCost", "time_passes"]
 
-_ROWS = (1, 8, 16, 32, 64, 128)
+_ROWS = (1, 8, 16, 32, 64)
 _REPEATS = 3
 
 
