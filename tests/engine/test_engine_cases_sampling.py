@@ -19,8 +19,8 @@ from scipy import stats
 from toy import FAULTS, Lab, ToyModel, following, hashed, request
 
 import paceline.decode.engine as engine_module
-import paceline.decode.outcome as outcome_module
 import paceline.decode.judge as judge_module
+import paceline.decode.outcome as outcome_module
 import paceline.decode.stopping as stopping_module
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import SequenceView
