@@ -5,9 +5,9 @@
 Greedy and seeded sampling (temperature 0.8, top-p 0.9) of 48 prompts of spec_bench and 16 of code_edit, 64
 tokens each. The base is plain decoding of 8 prompts at a time. Against it: every drafter (`model` is the
 target drafting for itself) at 7 drafts a round on all prompts; at 1, 3 and 15, and one prompt at a time, on
-every fourth; in float32 also the greedy texts of Transformers' `generate`, which may part only where its logits put
-our token less than 0.001 below its own. In bfloat16 batches are as large as passes of up to 32
-rows allow, or, with `--deterministic`, as in float32.
+every fourth; in float32 also the greedy texts of Transformers' `generate`, which may part only where its
+logits put our token less than 0.001 below its own. In bfloat16 batches are as large as passes of up to 32
+rows allow, or, with `--deterministic`, as in float32 (but for Transformers).
 
 FILE has a line for every (temperature, arm, draft length, batch, prompt); started again with the same
 arguments the program goes on where it was. The table is Markdown on stdout, progress is on stderr. Exit code
@@ -43,6 +43,7 @@ from paceline.bench.equality import (
 from paceline.bench.reference import Reference
 from paceline.bench.results import ResultFile
 from paceline.bench.workloads import load_workload
+from paceline.core.output import Completion
 from paceline.decode.draft.build import build_drafters, parse_drafts
 from paceline.decode.model.checkpoint import inspect_checkpoint, load_checkpoint
 from paceline.decode.sequence import DraftSettings
@@ -51,7 +52,7 @@ from paceline.errors import RequestFailed, UsageError
 DRAFTERS = ("ngram", "suffix", "auto", "model")
 SELF_DRAFT = "model:target"
 TOP_P, SEED = 0.9, 1000
-CHUNK = 32  # prompts between two writes of a batched setting
+CHUNK = 32  # prompts between two writes where the batch is the engine's; a smaller one is given at once
 KEPT_LOGITS = 16  # of Transformers', best first, before every token
 
 
@@ -198,11 +199,14 @@ def run_ours(args: argparse.Namespace, work: Work) -> None:
     add_drafters(llm)
     for cell in [c for c in work.cells if c.arm != TRANSFORMERS]:
         base = base_of(cell, work.cells)
-        for names in chunks(work.missing(cell), 1 if cell.batch == 1 else CHUNK):
-            texts = generate(llm, work, cell, names, args.max_tokens)
-            for name, token_ids in zip(names, texts, strict=True):
+        full = cell.batch == llm.engine.options.max_batch
+        for names in chunks(work.missing(cell), CHUNK if full else cell.batch):
+            answers = generate(llm, work, cell, names, args.max_tokens)
+            for name, answer in zip(names, answers, strict=True):
+                token_ids, stats = answer.token_ids, answer.stats
                 own = token_ids if cell == base else work.tokens(base, name)
                 fields = compare_with_base(token_ids, own)
+                fields |= {"drafted": stats.drafted, "accepted": stats.accepted}
                 if cell == base:
                     fields["token_ids"] = token_ids
                 if (index := fields["first_difference"]) is not None:
@@ -225,7 +229,7 @@ def add_drafters(llm: LLM) -> None:
     llm.draft_set.cost = more.cost
 
 
-def generate(llm: LLM, work: Work, cell: Cell, names: Sequence[str], max_tokens: int) -> list[list[int]]:
+def generate(llm: LLM, work: Work, cell: Cell, names: Sequence[str], max_tokens: int) -> list[Completion]:
     order = list(work.prompts)
     params = [
         SamplingParams(
@@ -239,10 +243,11 @@ def generate(llm: LLM, work: Work, cell: Cell, names: Sequence[str], max_tokens:
     drafters = {PLAIN: "none", "model": SELF_DRAFT}
     settings = DraftSettings(drafters.get(cell.arm, cell.arm), cell.draft_length)
     outputs = llm.generate([work.prompts[name] for name in names], params, draft=settings)
-    for output in outputs:
-        if output.completions[0].error is not None:
-            raise RequestFailed(output.completions[0].error)
-    return [output.completions[0].token_ids for output in outputs]
+    completions = [output.completions[0] for output in outputs]
+    for completion in completions:
+        if completion.error is not None:
+            raise RequestFailed(completion.error)
+    return completions
 
 
 def gap_after(llm: LLM, tokens: Sequence[int]) -> float:

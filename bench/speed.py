@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from paceline import LLM, PacelineError, SamplingParams
-from paceline.bench.paired import POOLS, Arm, Run, RunKey, Sample, run_paired
+from paceline.bench.paired import POOLS, Arm, Run, RunKey, Sample, first_speed, run_paired
 from paceline.bench.reference import Reference
 from paceline.bench.results import ResultFile
 from paceline.bench.speed_report import arm_table, looping_prompts, partings, ratio_table
@@ -276,6 +276,7 @@ def warm_up(arms: Mapping[str, Arm], prompt: WorkloadPrompt) -> None:
 def report(runs: Sequence[Run], names: Sequence[str]) -> None:
     """The tables of the arms in `names`, over all prompts and again without those that loop."""
     runs = [run for run in runs if run.key.arm in names]
+    names = [name for name in names if any(run.key.arm == name for run in runs)]
     if not runs:
         print("no results yet")
         return
@@ -288,7 +289,10 @@ def report(runs: Sequence[Run], names: Sequence[str]) -> None:
     for title, own in parts:
         print(f"## {title}\n")
         if pairs:
+            print("Decode speed (geometric mean over prompts, 95 % interval by prompt):\n")
             print(ratio_table(own, pairs) + "\n")
+            print("Speed to the first token:\n")
+            print(ratio_table(own, pairs, first_speed) + "\n")
         print(arm_table(own, names, "plain", BY_MODEL) + "\n")
     parted = partings([r for r in runs if r.key.arm != "transformers"], "plain")
     print(f"Runs of ours whose text parts from plain's: {len(parted)}.")

@@ -60,11 +60,12 @@ def test_settings_of_few_rows_never_exceed_32() -> None:
 def test_a_difference_is_counted_and_placed() -> None:
     base = [1, 2, 3]
     rows = [row(BASE, "p", base, base), row(BASE, "q", base, base)]
-    rows += [row(DRAFTED, "p", base, base), row(DRAFTED, "q", [1, 9, 3], base) | {"gap": 0.25}]
+    drafts = {"gap": 0.25, "drafted": 5, "accepted": 2}
+    rows += [row(DRAFTED, "p", base, base), row(DRAFTED, "q", [1, 9, 3], base) | drafts]
     summary = summarise(rows, CELLS)
     assert summary.failures == 1
-    assert "| 0 | plain |  | 8 | 2 | 6 | the base |" in summary.table
-    assert "| 0 | ngram | 7 | 8 | 2 | 6 | 1 |" in summary.table
+    assert "| 0 | plain |  | 8 | 2 | 6 | 0 | 0 | the base |" in summary.table
+    assert "| 0 | ngram | 7 | 8 | 2 | 6 | 5 | 2 | 1 |" in summary.table
     assert summary.partings == ["T=0 ngram D=7 batch 8, q: at token 1, gap 0.25"]
 
 

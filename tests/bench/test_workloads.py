@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from hypothesis import strategies as st
 
 from paceline.bench.workloads import KINDS, WorkloadPrompt, _choose, load_workload
 from paceline.errors import InvalidParameter, UsageError
-
-
-def shared() -> Path:
-    named = os.environ.get("PACELINE_SHARED")
-    folder = Path(named) if named else Path(__file__).parents[2] / "../shared"
-    if not (folder / "workloads").is_dir():
-        pytest.skip(f"no workloads at {folder}; set PACELINE_SHARED")
-    return folder / "workloads"
 
 
 def write(folder: Path, name: str, rows: list[object]) -> Path:
@@ -103,8 +94,8 @@ def test_faults_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_public_files_give_distinct_prompts(kind: str) -> None:
-    workload = load_workload(kind, shared(), 24)
+def test_the_public_files_give_distinct_prompts(shared: Path, kind: str) -> None:
+    workload = load_workload(kind, shared / "workloads", 24)
     assert len({p.text for p in workload.prompts}) == len({p.id for p in workload.prompts}) == 24
     if kind == "multilingual":
         assert len({p.id.split("/")[0] for p in workload.prompts}) == 10

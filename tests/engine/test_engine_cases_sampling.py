@@ -20,6 +20,7 @@ from toy import FAULTS, Lab, ToyModel, following, hashed, request
 
 import paceline.decode.engine as engine_module
 import paceline.decode.judge as judge_module
+import paceline.decode.outcome as outcome_module
 import paceline.decode.stopping as stopping_module
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import SequenceView
@@ -312,7 +313,7 @@ def test_sd_28_logprobs_of_accepted_drafts(
     ask = request([5], length=4, max_tokens=64, temperature=temperature, seed=3, logprobs=5)
     plain = oracle(ask)
     if fault:
-        sound = engine_module.token_logprobs
+        sound = outcome_module.token_logprobs
 
         def filled(logits: torch.Tensor, *rest: Any) -> Any:
             values = sound(logits, *rest)
@@ -320,7 +321,7 @@ def test_sd_28_logprobs_of_accepted_drafts(
             chosen[:-1] = 0.0
             return replace(values, chosen=chosen)
 
-        monkeypatch.setattr(engine_module, "token_logprobs", filled)
+        monkeypatch.setattr(outcome_module, "token_logprobs", filled)
 
     def check() -> None:
         ran = lab.one(lab.engine(ToyModel(TARGET, WIDTH), knows({(5,): plain.tokens}, [2, (4, 4), 0, 1])), ask)

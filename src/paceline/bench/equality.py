@@ -149,7 +149,10 @@ class Summary:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> Summary:
-    """Counts by setting, and every parting with its place and, where known, its gap."""
+    """Counts by setting, and every parting with its place and, where known, its gap.
+
+    A setting that drafted nothing has shown nothing, so drafts and accepted drafts stand beside the texts.
+    """
     lines: list[list[str]] = []
     listed: list[str] = []
     failures = 0
@@ -164,9 +167,10 @@ def summarise(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> Summa
         if cell.arm == TRANSFORMERS:
             differing = f"{len(parted)}, {len(excused)} of them at a tie"
         is_base = cell == base_of(cell, cells)
-        lines.append([*_names(cell), str(len(own)), _tokens(own), "the base" if is_base else differing])
+        counts = [str(len(own)), *(_sum(own, name) for name in ("tokens", "drafted", "accepted"))]
+        lines.append([*_names(cell), *counts, "the base" if is_base else differing])
         listed += [_parting(cell, row) for row in parted]
-    head = ["temperature", "arm", "D", "batch", "texts", "tokens", "texts that differ from the base"]
+    head = ["temperature", "arm", "D", "batch", "texts", "tokens", "drafted", "accepted", "texts that differ"]
     return Summary(markdown(head, lines), listed, failures)
 
 
@@ -181,8 +185,8 @@ def _names(cell: Cell) -> list[str]:
     return [f"{cell.temperature:g}", cell.arm, length, str(cell.batch)]
 
 
-def _tokens(rows: Sequence[Mapping[str, Any]]) -> str:
-    return str(sum(row["tokens"] for row in rows))
+def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    return str(sum(row.get(name, 0) for row in rows))
 
 
 def _parting(cell: Cell, row: Mapping[str, Any]) -> str:

@@ -129,18 +129,21 @@ def _outside(samples: Sequence[Sample], drafts_by_model: bool) -> float | None:
 # -- tables ------------------------------------------------------------------------------------------------
 
 
-def ratio_table(runs: Sequence[Run], pairs: Mapping[str, str], *, seed: int = 0) -> str:
-    """Rows: kinds and the mix. Columns: for each (arm, base), decode speed and speed to the first token."""
+def ratio_table(
+    runs: Sequence[Run],
+    pairs: Mapping[str, str],
+    speed: Callable[[Sample], float | None] = decode_speed,
+    *,
+    seed: int = 0,
+) -> str:
+    """Rows: kinds and the mix. Columns: prompts, the share of them that loops, arm / base of each pair."""
     looping = looping_prompts(runs)
-    head = ["kind", "prompts", "outputs that loop"]
-    for arm, base in pairs.items():
-        head += [f"{arm} / {base}", f"first token, {arm} / {base}"]
+    head = ["kind", "prompts", "outputs that loop", *(f"{arm} / {base}" for arm, base in pairs.items())]
     rows = []
     for kind, own in _by_kind(runs):
         prompts = {(r.key.kind, r.key.prompt) for r in own}
         row = [kind, str(len(prompts)), _percent(len(prompts & looping) / len(prompts))]
-        for arm, base in pairs.items():
-            row += [_ratio(paired_ratio(own, arm, base, s, seed=seed)) for s in (decode_speed, first_speed)]
+        row += [_ratio(paired_ratio(own, arm, base, speed, seed=seed)) for arm, base in pairs.items()]
         rows.append(row)
     return markdown(head, rows)
 

@@ -16,7 +16,19 @@ from paceline.errors import PacelineError
 
 __all__ = ["build_parser", "main"]
 
-_VERBS = ("run", "chat", "demo", "pull", "doctor")
+_VERBS = (
+    "run",
+    "chat",
+    "demo",
+    "pull",
+    "doctor",
+    "plan",
+    "explain",
+    "whatif",
+    "export",
+    "calibrate",
+    "validate",
+)
 _INTERRUPTED = 130
 
 
@@ -36,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a mistake of the caller is one sentence on stderr, never a traceback."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         return int(args.func(args))
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)

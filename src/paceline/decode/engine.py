@@ -22,8 +22,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from paceline.core.output import Delta, TokenLogprob
-from paceline.core.proposal import Proposal, Verdict
+from paceline.core.output import Delta
+from paceline.core.proposal import Proposal
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
 from paceline.decode.draft.base import Drafter, SequenceView
@@ -32,9 +32,9 @@ from paceline.decode.draft.cut import first_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
+from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, write_records
 from paceline.decode.sequence import Phase, Request, Sequence
 from paceline.decode.stopping import StopChecker, TextPieces
-from paceline.decode.verify.logprobs import token_logprobs
 from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
 from paceline.decode.verify.rules import get_rule
@@ -154,8 +154,18 @@ class Engine:
         observed = self._clock()
         deltas += [d for d in news if d is not None]
         self._retire()
-        times = _Times(began, drafted - began + observed - observing, verified - passed, self._clock())
-        self._record(batch, outcomes, inputs, times)
+        times = RoundTimes(began, drafted - began + observed - observing, verified - passed, self._clock())
+        add_seconds(batch, outcomes, times)
+        if self._on_record is not None:
+            write_records(
+                self._on_record,
+                batch,
+                outcomes,
+                round_index=self._round,
+                rows=inputs.tokens,
+                time_s=times.ended - self._started,
+                times=times,
+            )
         self._round += 1
         return deltas
 
@@ -219,7 +229,7 @@ class Engine:
 
     def _outcomes(
         self, batch: Seq[Sequence], proposals: Seq[Proposal], result: ForwardResult, inputs: StepInputs
-    ) -> list[_Outcome]:
+    ) -> list[Outcome]:
         """Verdicts of the sequences that have logits; those in the middle of their prompt have none."""
         judged = [i for i in range(len(batch)) if inputs.logits_of[i][1]]
         verdicts = judge(
@@ -230,7 +240,7 @@ class Engine:
             self.vocab_size,
         )
         outcomes = [
-            _Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens))
+            Outcome(p, prefill=s.phase is Phase.PREFILL, context=len(s.tokens))
             for s, p in zip(batch, proposals, strict=True)
         ]
         for i, verdict in zip(judged, verdicts, strict=True):
@@ -243,7 +253,7 @@ class Engine:
         return outcomes
 
     def _commit(
-        self, sequence: Sequence, outcome: _Outcome, span: Span, transaction: Transaction
+        self, sequence: Sequence, outcome: Outcome, span: Span, transaction: Transaction
     ) -> Delta | None:
         """Move one sequence by its verdict: emit up to the end, keep the cache rows behind what was emitted."""
         assert sequence.slot is not None
@@ -262,7 +272,7 @@ class Engine:
         sequence.phase = Phase.DECODE if sequence.stop.finish_reason is None else Phase.FINISHED
         return delta
 
-    def _give_up(self, sequence: Sequence, outcome: _Outcome) -> Delta | None:
+    def _give_up(self, sequence: Sequence, outcome: Outcome) -> Delta | None:
         """Fail the sequence; but drafts may lead where plain decoding never goes, so first try without them."""
         assert sequence.slot is not None and outcome.failure is not None
         if len(outcome.proposal):
@@ -273,63 +283,15 @@ class Engine:
         self.cache.erase(sequence.slot)
         return self._fail(sequence, outcome.failure)
 
-    def _emit(self, sequence: Sequence, outcome: _Outcome) -> Delta:
-        assert outcome.verdict is not None and outcome.logits is not None
-        tokens = outcome.verdict.tokens(outcome.proposal)
-        text = ""
-        emitted: list[int] = []
-        for token in tokens:
-            text += sequence.stop.push(token)
-            emitted.append(token)
-            if sequence.stop.finish_reason is not None:
-                break
-        sequence.view.tokens.extend(emitted)
-        sequence.prefix.commit(emitted)
-        sequence.text += text
-        outcome.emitted = len(emitted)
-        outcome.accepted = min(len(outcome.verdict.path), len(emitted))
+    def _emit(self, sequence: Sequence, outcome: Outcome) -> Delta:
+        delta = emit(sequence, outcome, self.vocab_size)
         self._count(sequence, outcome)
-        logprobs = self._logprobs(sequence, outcome, emitted)
-        sequence.logprobs.extend(logprobs)
-        return Delta(
-            sequence.request.request_id,
-            sequence.choice,
-            tuple(emitted),
-            tuple(i < outcome.accepted for i in range(len(emitted))),
-            text,
-            tuple(logprobs),
-            sequence.stop.finish_reason,
-        )
+        return delta
 
-    def _count(self, sequence: Sequence, outcome: _Outcome) -> None:
-        if outcome.prefill:
-            return
-        stats = sequence.stats
-        stats.rounds += 1
-        stats.emitted += outcome.emitted
-        stats.accepted += outcome.accepted
-        stats.drafted += len(outcome.proposal)
-        if len(outcome.proposal):
-            stats.draft_rounds += 1
-            stats.emitted_in_draft_rounds += outcome.emitted
+    def _count(self, sequence: Sequence, outcome: Outcome) -> None:
+        count_round(sequence, outcome)
 
-    def _logprobs(self, sequence: Sequence, outcome: _Outcome, emitted: list[int]) -> list[TokenLogprob]:
-        top = sequence.request.params.logprobs
-        if top is None:
-            return []
-        assert outcome.verdict is not None and outcome.logits is not None
-        rows = [0, *(1 + node for node in outcome.verdict.path)][: len(emitted)]
-        values = token_logprobs(
-            outcome.logits[rows], outcome.logits.new_tensor(emitted).long(), top, self.vocab_size
-        )
-        lists = zip(
-            emitted, values.chosen.tolist(), values.ids.tolist(), values.logprobs.tolist(), strict=True
-        )
-        return [
-            TokenLogprob(token, chosen, tuple(zip(ids, logs, strict=True))) for token, chosen, ids, logs in lists
-        ]
-
-    # -- drafters, endings, records ------------------------------------------------------------------------
+    # -- drafters and endings ------------------------------------------------------------------------
 
     def _drafter(self, sequence: Sequence) -> Drafter | None:
         settings = sequence.request.draft
@@ -351,7 +313,7 @@ class Engine:
     def _keep_hidden(
         self,
         batch: Seq[Sequence],
-        outcomes: Seq[_Outcome],
+        outcomes: Seq[Outcome],
         spans: Seq[Span],
         result: ForwardResult,
         inputs: StepInputs,
@@ -365,7 +327,7 @@ class Engine:
                 kept = result.hidden[layer][first : first + rows][list(outcome.kept)]
                 sequence.view.hidden[layer] = _append(sequence.view.hidden.get(layer), kept)
 
-    def _observe(self, batch: Seq[Sequence], outcomes: Seq[_Outcome]) -> None:
+    def _observe(self, batch: Seq[Sequence], outcomes: Seq[Outcome]) -> None:
         """Tell each drafter what its sequences committed; a verdict cut short by the end of the text is None."""
         for drafter, members in self._by_drafter(batch):
             grown = [i for i in members if outcomes[i].emitted]
@@ -414,41 +376,6 @@ class Engine:
         if not self._running:
             self.check()
 
-    def _record(
-        self, batch: Seq[Sequence], outcomes: Seq[_Outcome], inputs: StepInputs, times: _Times
-    ) -> None:
-        whole = times.ended - times.began
-        for sequence, outcome in zip(batch, outcomes, strict=True):
-            if outcome.prefill:
-                sequence.stats.prefill_s += whole
-            else:
-                sequence.stats.decode_s += whole
-        if self._on_record is None:
-            return
-        rows = inputs.tokens
-        for sequence, outcome in zip(batch, outcomes, strict=True):
-            self._on_record(
-                StepRecord(
-                    request=sequence.request.request_id,
-                    choice=sequence.choice,
-                    round=self._round,
-                    time_s=times.ended - self._started,
-                    batch=len(batch),
-                    rows=rows,
-                    context=outcome.context,
-                    kind="prefill" if outcome.prefill else "verify" if len(outcome.proposal) else "plain",
-                    drafter=outcome.proposal.drafter,
-                    proposed=max(outcome.proposal.depths(), default=0),
-                    accepted=outcome.accepted,
-                    emitted=outcome.emitted,
-                    draft_s=times.draft,
-                    verify_s=times.verify,
-                    other_s=whole - times.draft - times.verify,
-                    temperature=sequence.request.params.temperature,
-                    confidence=outcome.proposal.confidence,
-                )
-            )
-
     # -- checks --------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
@@ -489,35 +416,6 @@ class Engine:
         )
         stop = StopChecker(params, self.eos_token_ids, limit - len(request.prompt), self._new_pieces)
         return Sequence(request, choice, view, prefix, stop, limit, noise)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What a round brought one sequence. `kept` are the rows of its span that stay in the cache."""
-
-    proposal: Proposal
-    prefill: bool
-    context: int
-    verdict: Verdict | None = None
-    failure: RequestFailed | None = None
-    logits: Tensor | None = None
-    emitted: int = 0
-    accepted: int = 0
-    kept: Seq[int] = ()
-
-    @property
-    def whole_verdict(self) -> Verdict | None:
-        """The verdict of a round, where all it says was emitted."""
-        verdict = None if self.prefill else self.verdict
-        return verdict if verdict is not None and self.emitted == len(verdict.path) + 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    began: float
-    draft: float
-    verify: float
-    ended: float
 
 
 def _append(kept: Tensor | None, rows: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from paceline.decode.model.base import TargetModel
-from paceline.decode.model.step import KV_BLOCK, Span, build_inputs
+from paceline.decode.model.step import Span, build_inputs
 
 __all__ = ["PassCost", "time_passes"]
 
-_ROWS = (1, 8, 16, 32, 64, 128)
+_ROWS = (1, 8, 16, 32, 64)
 _REPEATS = 3
 
 
@@ -46,19 +46,19 @@ class PassCost:
 def time_passes(
     model: TargetModel,
     largest: int,
-    context: int = 256,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PassCost:
-    """Time verify passes of one sequence of 1 row up to about `largest` rows, rounds interleaved, the best of each."""
+    """Time passes of 1 row up to about `largest` rows (at least 8) of one sequence, interleaved, the best of each.
+
+    Keys are padded to whole blocks, so that an empty context costs what a short one does.
+    """
     counts = [r for r in _ROWS if r <= max(largest, _ROWS[1])]
-    cache = model.new_cache(1, context + counts[-1])
-    cache.reserve_capacity(min(context + counts[-1] + KV_BLOCK, cache.limit))
+    cache = model.new_cache(1, counts[-1])
+    cache.reserve_capacity(counts[-1])
     best = [float("inf")] * len(counts)
     for repeat in range(_REPEATS + 1):
         for i, rows in enumerate(counts):
-            inputs = build_inputs(
-                [Span(0, context, [0] * rows)], cache.capacity, model.geometry, model.row_policy
-            )
+            inputs = build_inputs([Span(0, 0, [0] * rows)], cache.capacity, model.geometry, model.row_policy)
             began = clock()
             float(model.forward(inputs, cache).logits[0, 0])
             if repeat:

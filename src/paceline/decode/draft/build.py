@@ -80,7 +80,7 @@ def build_drafters(
             )
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, {}, "none")
-    cost = time_passes(target, max_batch * (1 + max_draft))
+    cost = time_passes(target, min(max_batch * (1 + max_draft), target.max_positions))
     candidates = {name: _candidate(d, models.get(name), cost) for name, d in drafters.items()}
     choosers: dict[str, Drafter] = {name: AutoDrafter([c], cost) for name, c in candidates.items()}
     auto = AutoDrafter(list(candidates.values()), cost)

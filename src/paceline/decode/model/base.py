@@ -29,6 +29,7 @@ class TargetModel(Protocol):
     geometry: Geometry
     row_policy: RowPolicy
     vocab_width: int
+    max_positions: int
     dtype: torch.dtype
 
     @property

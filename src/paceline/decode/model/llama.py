@@ -54,6 +54,7 @@ class LlamaDecoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.layers_count = config.num_hidden_layers
         self.eps = config.rms_norm_eps
+        self.max_positions = config.max_position_embeddings
         take = _Taker(tensors, device)
         self.embedding = take("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype

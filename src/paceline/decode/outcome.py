@@ -1,0 +1,153 @@
+"""What a round brings one sequence: from a verdict to emitted tokens, counters, and the round's records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.output import Delta, TokenLogprob
+from paceline.core.proposal import Proposal, Verdict
+from paceline.core.records import StepRecord
+from paceline.decode.sequence import Sequence
+from paceline.decode.verify.logprobs import token_logprobs
+from paceline.errors import RequestFailed
+
+__all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "write_records"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a round brought one sequence. `kept` are the rows of its span that stay in the cache."""
+
+    proposal: Proposal
+    prefill: bool
+    context: int
+    verdict: Verdict | None = None
+    failure: RequestFailed | None = None
+    logits: Tensor | None = None
+    emitted: int = 0
+    accepted: int = 0
+    kept: Seq[int] = ()
+
+    @property
+    def whole_verdict(self) -> Verdict | None:
+        """The verdict of a round, where all it says was emitted."""
+        verdict = None if self.prefill else self.verdict
+        return verdict if verdict is not None and self.emitted == len(verdict.path) + 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds: when the round began and ended by the engine's clock, and what drafting and the target pass took."""
+
+    began: float
+    draft: float
+    verify: float
+    ended: float
+
+    @property
+    def whole(self) -> float:
+        return self.ended - self.began
+
+
+def emit(sequence: Sequence, outcome: Outcome, vocab_size: int) -> Delta:
+    """Commit the verdict's tokens one by one, up to the first that ends the text."""
+    assert outcome.verdict is not None
+    text = ""
+    emitted: list[int] = []
+    for token in outcome.verdict.tokens(outcome.proposal):
+        text += sequence.stop.push(token)
+        emitted.append(token)
+        if sequence.stop.finish_reason is not None:
+            break
+    sequence.view.tokens.extend(emitted)
+    sequence.prefix.commit(emitted)
+    sequence.text += text
+    outcome.emitted = len(emitted)
+    outcome.accepted = min(len(outcome.verdict.path), len(emitted))
+    logprobs = _logprobs(sequence, outcome, emitted, vocab_size)
+    sequence.logprobs.extend(logprobs)
+    return Delta(
+        sequence.request.request_id,
+        sequence.choice,
+        tuple(emitted),
+        tuple(i < outcome.accepted for i in range(len(emitted))),
+        text,
+        tuple(logprobs),
+        sequence.stop.finish_reason,
+    )
+
+
+def count_round(sequence: Sequence, outcome: Outcome) -> None:
+    """Add a round to the sequence's counters; prefill is no round."""
+    if outcome.prefill:
+        return
+    stats = sequence.stats
+    stats.rounds += 1
+    stats.emitted += outcome.emitted
+    stats.accepted += outcome.accepted
+    stats.drafted += len(outcome.proposal)
+    if len(outcome.proposal):
+        stats.draft_rounds += 1
+        stats.emitted_in_draft_rounds += outcome.emitted
+
+
+def _logprobs(
+    sequence: Sequence, outcome: Outcome, emitted: list[int], vocab_size: int
+) -> list[TokenLogprob]:
+    top = sequence.request.params.logprobs
+    if top is None:
+        return []
+    assert outcome.verdict is not None and outcome.logits is not None
+    rows = [0, *(1 + node for node in outcome.verdict.path)][: len(emitted)]
+    tokens = outcome.logits.new_tensor(emitted).long()
+    values = token_logprobs(outcome.logits[rows], tokens, top, vocab_size)
+    lists = zip(emitted, values.chosen.tolist(), values.ids.tolist(), values.logprobs.tolist(), strict=True)
+    return [TokenLogprob(token, own, tuple(zip(ids, logs, strict=True))) for token, own, ids, logs in lists]
+
+
+def add_seconds(batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes) -> None:
+    """The round's whole time, to each of its sequences: what their callers waited."""
+    for sequence, outcome in zip(batch, outcomes, strict=True):
+        if outcome.prefill:
+            sequence.stats.prefill_s += times.whole
+        else:
+            sequence.stats.decode_s += times.whole
+
+
+def write_records(
+    write: Callable[[StepRecord], None],
+    batch: Seq[Sequence],
+    outcomes: Seq[Outcome],
+    *,
+    round_index: int,
+    rows: int,
+    time_s: float,
+    times: RoundTimes,
+) -> None:
+    """One StepRecord for each sequence of a round."""
+    for sequence, outcome in zip(batch, outcomes, strict=True):
+        write(
+            StepRecord(
+                request=sequence.request.request_id,
+                choice=sequence.choice,
+                round=round_index,
+                time_s=time_s,
+                batch=len(batch),
+                rows=rows,
+                context=outcome.context,
+                kind="prefill" if outcome.prefill else "verify" if len(outcome.proposal) else "plain",
+                drafter=outcome.proposal.drafter,
+                proposed=max(outcome.proposal.depths(), default=0),
+                accepted=outcome.accepted,
+                emitted=outcome.emitted,
+                draft_s=times.draft,
+                verify_s=times.verify,
+                other_s=times.whole - times.draft - times.verify,
+                temperature=sequence.request.params.temperature,
+                confidence=outcome.proposal.confidence,
+            )
+        )

@@ -1,0 +1,3 @@
+"""Prediction against published measurement, group by group, failures included. Nothing is fitted on rows it
+tests.
+"""

@@ -1,0 +1,113 @@
+"""The benchmark programs end to end on a tiny random model: they measure, go on, report, and see a fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tiny_models import save_folder, tiny_backend, tiny_model
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tiny = tiny_model(seed=3, max_position_embeddings=1024)
+    return str(save_folder(tmp_path_factory.mktemp("model") / "m", tiny, tiny_backend()))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("shared")
+    files = {
+        "spec_bench/question.clean_subset.jsonl": [
+            {"question_id": i, "turns": [f"fox {i} {i} {i}"]} for i in range(4)
+        ],
+        "code_edit_humanevalfix/edit_prompts.jsonl": [
+            {"id": str(i), "lang": "python", "prompt": f"print({i})\n" * 3} for i in range(4)
+        ],
+    }
+    for name, rows in files.items():
+        path = root / "workloads" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return str(root)
+
+
+def call(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    return int(module.main())
+
+
+def test_equality_goes_on_and_sees_a_planted_difference(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five tokens: the sixth of Transformers' first text is a padding id, which we never produce."""
+    module, output = program("equality"), tmp_path / "r.jsonl"
+    arguments = ["--model", model, "--shared", prompts, "--output", str(output), "--max-tokens", "5"]
+    arguments += ["--spec-bench", "2", "--code-edit", "2", "--threads", "1", "--drafters", "ngram", "model"]
+    assert call(module, monkeypatch, *arguments) == 0
+    assert "Texts that differ and may not: 0." in capsys.readouterr().out
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    kept = [lines[0]]
+    for row in lines[1:]:
+        if (row["arm"], row["temperature"]) == ("ngram", 0.0):
+            continue  # to be made again
+        if row["arm"] == "plain" and row["batch"] == 8 and row["temperature"] == 0.0:
+            row["token_ids"][2] += 1  # the fault
+        kept.append(row)
+    output.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert call(module, monkeypatch, *arguments) == 1
+    assert "T=0 ngram D=7 batch 8, spec_bench/0: at token 2, gap" in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) == len(lines)
+
+
+def test_speed_measures_what_is_missing_and_reports(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, output = program("speed"), tmp_path / "r.jsonl"
+    arguments = ["--model", model, "--draft", model, "--shared", prompts, "--output", str(output)]
+    arguments += ["--kinds", "code_edit", "--prompts-per-kind", "2", "--max-tokens", "6", "--threads", "1"]
+    arguments += ["--dtype", "float32"]
+    assert call(module, monkeypatch, *arguments, "--rounds", "1") == 0
+    out = capsys.readouterr().out
+    for pair in ("plain / transformers", "auto / plain", "draft / plain", "auto+draft / plain"):
+        assert pair in out
+    assert "Runs of ours whose text parts from plain's: 0." in out
+    first = output.read_text()
+    assert len(first.splitlines()) == 1 + 2 * 5
+    assert call(module, monkeypatch, *arguments, "--rounds", "2", "--arms", "plain", "auto") == 0
+    assert output.read_text().startswith(first) and len(output.read_text().splitlines()) == 1 + 2 * 5 + 2 * 2
+    assert call(module, monkeypatch, *arguments, "--rounds", "9", "--report") == 0
+    assert len(output.read_text().splitlines()) == 1 + 2 * 5 + 2 * 2
+
+
+def test_calls_that_make_no_sense_are_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", model, "--output", str(tmp_path / "r.jsonl"), "--arms", "draft"]
+    assert call(program("speed"), monkeypatch, *arguments) == 2
+    assert "arms is 'draft'; allowed: transformers, plain, auto." in capsys.readouterr().err
+
+
+def test_the_cost_of_tiles_is_a_table(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", model, "--dtype", "float32", "--rows", "8", "12", "--context", "16"]
+    assert call(program("deterministic_cost"), monkeypatch, *arguments, "--repeats", "2", "--threads", "1") == 0
+    out = capsys.readouterr().out
+    assert "\n| 8 | " in out and "\n| 12 | " in out
+    assert call(program("deterministic_cost"), monkeypatch, *arguments, "--repeats", "1") == 2
