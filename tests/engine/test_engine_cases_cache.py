@@ -224,6 +224,7 @@ class Features:
 
     def _consume(self, view: SequenceView) -> None:
         own = self.consumed[view.key]
+        assert all(len(view.hidden[layer]) == len(view.tokens) - 1 for layer in self.needs.hidden_layers)
         for t in range(len(own), len(view.tokens) - 1):
             own.append((*view.hidden[0][t].tolist(), *view.hidden[-1][t].tolist(), view.tokens[t + 1]))
 
@@ -305,6 +306,26 @@ def test_sd_22_chunked_prefill_leaves_the_drafter_as_one_chunk_does(
 def _noted(said: list[tuple[int, ...]], made: list[Proposal]) -> list[Proposal]:
     said += [p.tokens for p in made]
     return made
+
+
+def test_hidden_states_end_where_the_answer_ends(lab: Lab) -> None:
+    """The end lies inside an accepted block: rows behind it are not handed to the drafter."""
+    known = answers([request([1], max_tokens=30)])
+    for end in range(3, 15):
+        ask = request([1], length=5, max_tokens=30, stop_token_ids=(known[1,][end],))
+        ran = lab.one(lab.engine(ToyModel(TARGET, WIDTH), {"scripted": Features(known)}), ask)
+        assert ran.tokens == answers([ask])[1,] and ran.reason == "stop"
+
+
+def test_the_cache_grows_under_sequences_that_run(lab: Lab) -> None:
+    """A long prompt arrives while short answers are half written."""
+    asks = [request([i], id=str(i), length=4, max_tokens=24) for i in range(3)]
+    asks.append(request([5] * 600, id="long", length=4, max_tokens=8))
+    known = answers(asks)
+    engine = lab.engine(ToyModel(TARGET, WIDTH), knows(known, [2, 1]))
+    results = lab.run(engine, asks, [0, 0, 1, 4])
+    assert engine.cache.capacity == 1024
+    assert all(results[r.request_id][0].tokens == known[r.prompt] for r in asks)
 
 
 class CancelsInAPass(ToyModel):
