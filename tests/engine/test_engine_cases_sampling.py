@@ -259,9 +259,11 @@ def test_sd_15_unseeded_requests_have_streams_of_their_own(
 
 def test_sd_15_the_engine_asks_the_system_for_seeds(lab: Lab) -> None:
     engine = lab.engine(ToyModel(TARGET, WIDTH))
-    keys = {engine.add(request([0], id="x", draft="none", temperature=1.0))[0].noise_key for _ in range(50)}
+    ids = [str(i) for i in range(50)]
+    keys = {engine.add(request([0], id=i, draft="none", temperature=1.0))[0].noise_key for i in ids}
     assert len(keys) == 50
-    engine.cancel("x")
+    for i in ids:
+        engine.cancel(i)
     engine.step()
 
 

@@ -389,6 +389,10 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens; the context holds {self.options.max_context} "
                 f"with at least one for the answer. Shorten the prompt or raise --max-context."
             )
+        if any(s.request.request_id == request.request_id for s in [*self._waiting, *self._running]):
+            raise InvalidParameter("request_id", request.request_id, "an id that no unfinished request has")
+        if any(isinstance(word, str) for word in request.params.bad_words):
+            raise UsageError("the engine takes bad words as token ids; LLM turns text into them")
         if request.params.stop and self._new_pieces is None:
             raise UsageError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         settings = request.draft
