@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install clean
+.PHONY: demo test check install clean FORCE
 
 demo: $(VENV)/.engine
 	$(BIN)/paceline demo smollm2-135m
@@ -28,8 +28,16 @@ $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.engine: $(VENV)/.venv pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+# Written anew only when TORCH changes, so that another build is installed over the one that is there.
+$(VENV)/.torch: $(VENV)/.venv FORCE
+	@echo '$(TORCH)' | cmp -s - $@ 2>/dev/null || { \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" && \
+	  { test ! -e $@ || $(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "$(TORCH)"; } && \
+	  echo '$(TORCH)' > $@; }
+
+FORCE:
+
+$(VENV)/.engine: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine]'
 	@touch $@
 

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a mistake of the caller is one sentence on stderr, never a traceback."""
     try:
         args = build_parser().parse_args(argv)
-        return int(args.func(args))
+        code = int(args.func(args))
+        sys.stdout.flush()
+        return code
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code

@@ -64,7 +64,8 @@ class _Row:
 
     @property
     def same(self) -> bool:
-        return self.plain.token_ids == self.drafted.token_ids
+        failed = self.plain.error or self.drafted.error
+        return failed is None and self.plain.token_ids == self.drafted.token_ids
 
 
 _HEAD = ("prompt", "tokens", "plain tok/s", "speculative tok/s", "speedup", "AL", "identical")
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         rows.append(_Row(kind, plain, _answer(llm, prompt, params, llm.defaults)))
     llm.close()
     print("\n" + _table([_HEAD, *(row.cells for row in rows)]))
+    for error in [e for row in rows for e in (row.plain.error, row.drafted.error) if e is not None]:
+        say(f"paceline: {error}")
     if not all(row.same for row in rows):
         say("paceline: a speculative text differs from the plain one; that is a bug, please report it")
         return 1

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from paceline.cli.options import require_engine
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2}
 _WITHOUT_MODEL = ("none", "auto", "ngram", "suffix", "layer-skip")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor",
+        allow_abbrev=False,
         help="check a target and its draft before loading them",
         description=(
             "Compare the vocabularies, contexts and memory of a target and its draft. Reads configs and "
@@ -44,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_engine()
     from paceline.decode.model.checkpoint import inspect_checkpoint
     from paceline.decode.model.doctor import Level, Load, available_memory_bytes, examine_pair
 

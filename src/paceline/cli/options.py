@@ -61,7 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--verify",
         default="coupled",
         metavar="RULE",
-        help="acceptance rule: coupled (default), rejection, block, relaxed",
+        help="acceptance rule: coupled (default) or, at temperature 0, greedy; others are planned",
     )
     group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or auto (default)")
     group.add_argument("--draft-dtype", metavar="TYPE", help="of a draft model (default: as --dtype)")

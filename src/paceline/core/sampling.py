@@ -2,7 +2,7 @@
 
 Order of application, the same for draft and target: allowed tokens, minimum length, bad words, logit bias,
 penalties (repetition, presence, frequency), temperature, top-k, top-p, min-p. Temperature 0 is an exact one-hot
-on the highest logit after the first four. Returned log-probabilities are the model's own, before any of these.
+on the highest logit before it. Returned log-probabilities are the model's own, before any of these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class SamplingParams:
     presence_penalty     in [-2, 2]; subtracted once from logits of tokens in the output
     frequency_penalty    in [-2, 2]; subtracted once per occurrence in the output
     logit_bias           token id -> addition in [-100, 100]
-    bad_words            strings or token-id sequences that never appear in the output
+    bad_words            token-id sequences that never appear in the output; a string stands for the ids the
+                         tokenizer gives it alone and after a space (other spellings in tokens are not caught)
     allowed_token_ids    only these ids are ever produced; None allows all
     min_tokens           end-of-text and stop ids are impossible before this many output tokens
     max_tokens           output tokens at most; None runs to the end of the context

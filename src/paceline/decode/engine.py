@@ -207,7 +207,8 @@ class Engine:
     def _budget(self, sequence: Sequence) -> int:
         """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
         asked = sequence.request.draft.draft_length
-        return min(self.options.max_draft if asked is None else asked, sequence.room - 1)
+        length = min(self.options.max_draft if asked is None else asked, sequence.room - 1)
+        return min(length, self.model.row_policy.tile - 1) if self.options.deterministic else length
 
     def _span(self, sequence: Sequence, proposal: Proposal, transaction: Transaction) -> Span:
         slot = sequence.slot
@@ -397,10 +398,13 @@ class Engine:
             raise UsageError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         settings = request.draft
         get_rule(settings.verify)
+        if settings.verify == "greedy" and not request.params.greedy:
+            raise InvalidParameter("verify", "greedy", "coupled where the temperature is above 0")
         if settings.drafter != "none" and settings.drafter not in self.drafters.drafters:
             known = ", ".join(["none", *self.drafters.drafters])
             raise InvalidParameter("drafter", settings.drafter, f"one of {known}")
-        if settings.draft_length is not None and settings.draft_length < 0:
+        length = settings.draft_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             raise InvalidParameter("draft_length", settings.draft_length, "a whole number from 0, or auto")
 
     def _new_sequence(self, request: Request, choice: int, seed: int) -> Sequence:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -21,6 +23,7 @@ from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, loa
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence
+from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
 
 __all__ = ["LLM", "Prompt", "TokenStream", "pick_dtype"]
@@ -69,6 +72,7 @@ class LLM:
     ) -> None:
         began = time.perf_counter()
         specs = parse_drafts([draft] if isinstance(draft, str) else draft)
+        get_rule(verify)
         _check_whole("draft_length", draft_length, 0)
         _check_whole("threads", threads, 1)
         _check_whole("max_context", max_context, 2)
@@ -78,6 +82,12 @@ class LLM:
         self.device = _pick_device(device)
         self.dtype = pick_dtype(dtype, self.device)
         self.checkpoint, decoder = _load(model, self.dtype, self.device, progress)
+        if not decoder.row_policy.proved:
+            warnings.warn(
+                "no padding tried makes a row independent of its pass on this machine; drafted text may part from "
+                "plain text where two tokens are nearly tied",
+                stacklevel=2,
+            )
         self.tokenizer = self.checkpoint.tokenizer
         self.max_context = self._context(max_context)
         options = EngineOptions(
@@ -102,6 +112,7 @@ class LLM:
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
             on_record=_to_both(None if self.trace is None else self.trace.write, on_record),
         )
+        self._post = _Post(self.engine)
         self._ids = count()
         self.load_s = time.perf_counter() - began
 
@@ -155,7 +166,7 @@ class LLM:
             prompt = self._chat_ids(cast(Messages, prompt))
         settings = draft or self.defaults
         request = self._request(cast(Prompt, prompt), params or SamplingParams(), settings, tenant)
-        return TokenStream(self.engine, request)
+        return TokenStream(self._post, request)
 
     def close(self) -> None:
         """Write out the trace."""
@@ -167,6 +178,10 @@ class LLM:
     def encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise UsageError("this model comes without a tokenizer; give token ids instead of text")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError("the prompt is not valid Unicode text: it holds a lone surrogate") from error
         return self.tokenizer.encode(text)
 
     def _chat_ids(self, messages: Messages) -> list[int]:
@@ -199,14 +214,12 @@ class LLM:
         queued: list[list[Sequence]] = []
         try:
             for request in requests:
-                queued.append(self.engine.add(request))
-            while self.engine.has_work:
-                self.engine.step()
-        except BaseException:
-            for request in requests[: len(queued)]:
-                self.engine.cancel(request.request_id)
-            self.engine.step()
-            raise
+                queued.append(self._post.open(request))
+            while not all(_finished(sequences) for sequences in queued):
+                self._post.step()
+        finally:
+            for request, sequences in zip(requests, queued, strict=False):
+                self._post.close(request.request_id, sequences)
         return [
             RequestOutput(r.request_id, list(r.prompt), [completion(s) for s in sequences])
             for r, sequences in zip(requests, queued, strict=True)
@@ -241,26 +254,56 @@ class LLM:
         )
 
 
+class _Post:
+    """Steps the engine for whoever waits, and keeps every request's deltas until its own reader takes them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._boxes: dict[str, deque[Delta]] = {}
+
+    def open(self, request: Request) -> list[Sequence]:
+        sequences = self.engine.add(request)
+        self._boxes[request.request_id] = deque()
+        return sequences
+
+    def step(self) -> None:
+        for delta in self.engine.step():
+            if (box := self._boxes.get(delta.request_id)) is not None:
+                box.append(delta)
+
+    def take(self, request_id: str) -> Delta | None:
+        box = self._boxes[request_id]
+        return box.popleft() if box else None
+
+    def close(self, request_id: str, sequences: Seq[Sequence]) -> None:
+        """Cancel what still runs of a request, and forget its deltas."""
+        self._boxes.pop(request_id, None)
+        if not _finished(sequences):
+            self.engine.cancel(request_id)
+            self.step()
+
+
 class TokenStream:
     """A running request: iterate for its deltas, then `output` holds it whole. `close` cancels what is left."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._request = engine, request
-        self._sequences = engine.add(request)
+    def __init__(self, post: _Post, request: Request) -> None:
+        self._post, self._request = post, request
+        self._sequences = post.open(request)
 
     def __iter__(self) -> Iterator[Delta]:
+        name = self._request.request_id
         try:
-            while any(s.phase is not Phase.FINISHED for s in self._sequences):
-                for delta in self._engine.step():
-                    if delta.request_id == self._request.request_id:
-                        yield delta
+            while True:
+                while (delta := self._post.take(name)) is not None:
+                    yield delta
+                if _finished(self._sequences):
+                    return
+                self._post.step()
         finally:
             self.close()
 
     def close(self) -> None:
-        if any(s.phase is not Phase.FINISHED for s in self._sequences):
-            self._engine.cancel(self._request.request_id)
-            self._engine.step()
+        self._post.close(self._request.request_id, self._sequences)
 
     @property
     def output(self) -> RequestOutput:
@@ -269,6 +312,10 @@ class TokenStream:
         return RequestOutput(
             request.request_id, list(request.prompt), [completion(s) for s in self._sequences]
         )
+
+
+def _finished(sequences: Seq[Sequence]) -> bool:
+    return all(s.phase is Phase.FINISHED for s in sequences)
 
 
 def completion(sequence: Sequence) -> Completion:

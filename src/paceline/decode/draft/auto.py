@@ -168,6 +168,7 @@ class AutoDrafter:
                 lengths = [choices[i].length for i in asked]
                 proposals = candidate.drafter.propose([views[i] for i in asked], lengths)
                 for i, proposal in zip(asked, proposals, strict=True):
+                    previews[i] = {**previews[i], index: proposal}  # learn from all of it, cut or not
                     handed[i] = self._refine(states[i].tracks[index], proposal, choices[i])
         for i, state in enumerate(states):
             state.note = _Note(state.seen, budgets[i], previews[i], choices[i], handed[i])
@@ -270,6 +271,8 @@ class AutoDrafter:
             if note is not None and track.matched == len(track.pending):
                 handed = note.handed if note.choice.candidate == index else Proposal()
                 track.pending, track.matched = note.previews.get(index, handed), 0
+                if note.choice.candidate == index and not track.pending:
+                    track.learner.record(0, None, False)  # chosen and silent: it cannot draft here
             _hold_against(track, committed)
             if not self.candidates[index].shadow:
                 self._pay(index, track, note, len(committed))

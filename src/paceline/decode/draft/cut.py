@@ -25,7 +25,7 @@ def _keep(proposal: Proposal, kept: list[int]) -> Proposal:
     if len(kept) == len(proposal):
         return proposal
     if not kept:
-        return Proposal(drafter=proposal.drafter)
+        return Proposal()
     position = {node: i for i, node in enumerate(kept)}
     parents = [proposal.parents[node] for node in kept]
     confidence = proposal.confidence

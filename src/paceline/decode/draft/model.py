@@ -169,6 +169,8 @@ class ModelDrafter:
         return int(token[0])
 
     def _proposal(self, g: _Growing) -> Proposal:
+        if not g.drafts:
+            return Proposal()
         distribution = Dense(torch.cat(g.probs)) if g.probs else OneHot()
         return Proposal.chain(g.drafts, self.name, distribution, tuple(g.confidence))
 

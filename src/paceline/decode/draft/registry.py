@@ -13,11 +13,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.decode.draft.auto import AutoDrafter, AutoOptions, Candidate, mild_cost
 from paceline.decode.draft.base import Drafter
 from paceline.decode.draft.ngram import NgramDrafter
 from paceline.decode.draft.suffix import SuffixDrafter
+from paceline.decode.model.fetch import KNOWN_MODELS
 from paceline.errors import InvalidParameter, UsageError
 
 __all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_auto", "make_model_free", "parse_draft"]
@@ -39,7 +41,8 @@ class DraftSpec:
 
 
 def parse_draft(text: str) -> DraftSpec:
-    """`KIND`, `KIND:MODEL`, or a bare path or id (what holds a slash, a dot or a backslash) as `model:`.
+    """`KIND`, `KIND:MODEL`, or a bare path or id as `model:`: what holds a slash, a dot or a backslash,
+    lies in the current folder, or is a model known by name.
 
     Raises `InvalidParameter` for an unknown kind, with the nearest names, for a model where none is taken and
     where one is missing; `UsageError` for a kind that only the planner knows.
@@ -60,7 +63,8 @@ def parse_draft(text: str) -> DraftSpec:
         if colon:
             raise InvalidParameter("draft", text, f"{kind!r} without a model", f"Write {kind!r} alone.")
         return DraftSpec(kind)
-    if any(mark in text for mark in "/\\."):
+    here = 0 < len(text) < 256 and Path(text).exists()
+    if here or any(mark in text for mark in "/\\.") or text in KNOWN_MODELS:
         return DraftSpec("model", text)
     near = difflib.get_close_matches(kind, (*KINDS, *PLANNED_KINDS), n=2, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "A model is given as model:PATH."

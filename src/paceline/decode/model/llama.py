@@ -92,7 +92,7 @@ class LlamaDecoder:
         for index, layer in enumerate(self.layers):
             x = x + self._attention(index, self._norm(x, layer.input_norm), (cos, sin), step, cache)
             gate, up = layer.gate_up.over(self._norm(x, layer.post_norm), step.pieces).chunk(2, dim=-1)
-            x = x + layer.down.over(F.silu(gate) * up, step.pieces)
+            x = x + layer.down.over(_silu(gate) * up, step.pieces)
             if index in taps:
                 hidden[index] = x
         x = self._norm(x, self.norm)
@@ -154,6 +154,20 @@ class LlamaDecoder:
             ),
             down=Linear(take(mlp + "down_proj.weight"), pack=pack),
         )
+
+
+_SERIAL = 32768  # elements from which PyTorch splits an elementwise operation over threads
+
+
+def _silu(gate: Tensor) -> Tensor:
+    """silu by whole rows on one thread.
+
+    Split over threads, a row is cut where it falls, and what lies at the cut goes through another exponential,
+    whose last bits differ: a row's bits would depend on the rows beside it.
+    """
+    if gate.device.type != "cpu" or gate.numel() < _SERIAL:
+        return F.silu(gate)
+    return torch.cat([F.silu(part) for part in gate.split(max(1, (_SERIAL - 1) // gate.shape[1]))])
 
 
 class _Taker:

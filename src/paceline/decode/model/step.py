@@ -48,7 +48,7 @@ class RowPolicy:
     """How many rows a pass must have for a row's bits not to depend on the others.
 
     multiple  rows (and queries of a sequence) are padded to a multiple of this
-    tile      up to this many rows one kernel serves; above it, deterministic mode cuts the product into tiles
+    tile      up to this many rows independence was tried; deterministic mode cuts larger products into tiles
     kv_block  keys of a sequence are padded to a multiple of this
     proved    False where no padding tried made the rows independent on this machine
     """
@@ -185,7 +185,7 @@ def build_inputs(
             _group([spans[i] for i in m], [rows_of[i] for i in m], geometry, policy, alone)
             for m in members
         ),
-        wanted=None if all_rows else torch.tensor(wanted, device=device),
+        wanted=None if all_rows else torch.tensor(wanted, dtype=torch.int64, device=device),
         head_pieces=tuple(_tiles(len(wanted), policy, tiled)),
         logits_of=tuple(logits_of),
         rows_of=tuple(rows_of),
