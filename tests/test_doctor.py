@@ -238,7 +238,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out = run(capsys, target, "--draft", "ngram")
     assert code == 0
     assert "no model" in out
-    with pytest.raises(InvalidParameter, match="--draft"):
+    with pytest.raises(InvalidParameter, match="draft"):
         run(capsys, target, "--draft", "model:")
 
 

@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import require_engine
-from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from paceline.decode.model.doctor import PairReport
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_WITHOUT_MODEL = ("none", "auto", "ngram", "suffix", "layer-skip")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -47,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_engine()
+    from paceline.decode.draft.registry import parse_draft
     from paceline.decode.model.checkpoint import inspect_checkpoint
     from paceline.decode.model.doctor import Level, Load, available_memory_bytes, examine_pair
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
 
     target = inspect_checkpoint(args.model, say)
-    draft_name = draft_model(args.draft)
+    draft_name = parse_draft(args.draft).model
     draft = None if draft_name is None else inspect_checkpoint(draft_name, say)
     load = Load(
         batch=args.batch,
@@ -66,16 +65,6 @@ def run(args: argparse.Namespace) -> int:
     report = examine_pair(target, draft, load, available_memory_bytes(args.device))
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 3 if report.worst is Level.ERROR else 0
-
-
-def draft_model(text: str) -> str | None:
-    """The model in `KIND[:MODEL]`; None for a drafter without one."""
-    if text in _WITHOUT_MODEL:
-        return None
-    name = text.removeprefix("model:")
-    if not name or name == "model":
-        raise InvalidParameter("--draft", text, "a model, or one of " + ", ".join(_WITHOUT_MODEL))
-    return name
 
 
 def render(report: PairReport) -> str:

@@ -88,6 +88,9 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
+        for name in ("stop", "bad_words", "stop_token_ids", "logit_bias"):
+            if getattr(self, name) is None:
+                raise InvalidParameter(name, None, "a collection, empty for none")
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, str):

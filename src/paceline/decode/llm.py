@@ -18,6 +18,7 @@ from paceline.core.output import Completion, Delta, RequestOutput
 from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import build_drafters, parse_drafts
+from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from paceline.decode.model.doctor import check_draft_vocabulary
@@ -77,6 +78,7 @@ class LLM:
         _check_whole("threads", threads, 1)
         _check_whole("max_context", max_context, 2)
         _check_whole("max_batch", max_batch, 1)
+        _check_fits(specs, draft_length, draft_dtype)
         if threads is not None:
             torch.set_num_threads(threads)
         self.device = _pick_device(device)
@@ -393,6 +395,15 @@ def _spread(name: str, value: Any, size: int) -> list[Any]:
     if len(value) != size:
         raise UsageError(f"{len(value)} {name} for {size} prompts; give one, or one for each prompt")
     return list(value)
+
+
+def _check_fits(specs: Seq[DraftSpec], draft_length: int | None, draft_dtype: str | None) -> None:
+    """Refuse options that the drafters given leave without effect."""
+    kinds = {spec.kind for spec in specs}
+    if kinds == {"none"} and draft_length:
+        raise InvalidParameter("draft_length", draft_length, "0 or auto where nothing drafts")
+    if draft_dtype is not None and "model" not in kinds:
+        raise InvalidParameter("draft_dtype", draft_dtype, "nothing unless a draft model is given")
 
 
 def _check_whole(name: str, value: object, low: int) -> None:

@@ -39,7 +39,6 @@ class StopChecker:
     ) -> None:
         ends = set(params.stop_token_ids)
         self._ends = ends if params.ignore_eos else ends | eos_token_ids
-        self._silent = frozenset(params.stop_token_ids) | eos_token_ids
         self._stop = params.stop
         self._hold = max((len(s) for s in params.stop), default=1) - 1
         self._limit = limit
@@ -53,7 +52,7 @@ class StopChecker:
         assert self.finish_reason is None, "a token after the end"
         self.count += 1
         ended = token_id in self._ends
-        if self._pieces is not None and not (ended and token_id in self._silent):
+        if self._pieces is not None and not ended:
             self._pending += self._pieces.push(token_id)
         if self._cut_at_stop():
             self.finish_reason = "stop"

@@ -7,6 +7,7 @@ and context. Every finding says what would go wrong and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -313,6 +314,8 @@ def _memory(need: MemoryNeed, available_bytes: int | None) -> Finding:
 
 def available_memory_bytes(device: str = "cpu", meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Memory that can still be had on `device`; None where the system does not say."""
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise InvalidParameter("device", device, "cpu, cuda or cuda:N")
     if device.startswith("cuda"):
         import torch
 
