@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,20 @@ def test_the_ending_token_is_no_content() -> None:
     sample = run("chat", "a", "plain", 1.0).sample
     assert content(sample) == tuple(range(20))
     assert content(replace(sample, finish_reason="length")) == tuple(range(21))
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["sound", "fault"])
+def test_pl_12_arms_with_other_outputs_are_named(blind: bool) -> None:
+    """The report flags every run whose text is not its baseline's. The fault compares lengths alone."""
+    other = (*range(20), 99)
+    runs = [run("chat", "a", "plain", 1.0), run("chat", "a", "auto", 1.0, other)]
+    found = [
+        (parted.key.arm, index)
+        for parted, index in partings(runs, "plain")
+        if not blind or len(parted.sample.token_ids) != len(runs[0].sample.token_ids)
+    ]
+    with pytest.raises(AssertionError) if blind else nullcontext():
+        assert found == [("auto", 20)], "outputs of one length and other tokens pass for equal"
 
 
 def test_partings_say_where() -> None:
