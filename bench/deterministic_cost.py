@@ -5,8 +5,8 @@
 A pass is a verify block of `rows / sequences` tokens for each of 8 sequences (or of as many as divide the
 rows) at a context of `--context` tokens. Whole and tiled passes take turns, and change who goes first, for
 `--repeats` turns; the table gives the medians, the middle half of each, and the median of the paired ratios
-with its middle half. No text is made: it is the time of the passes alone. The tile is what one kernel was
-found to serve on this machine: passes up to that many rows are the same in both modes.
+with its middle half. No text is made: it is the time of the passes alone. The tile is the row
+count up to which independence was tried: passes up to that many rows are the same in both modes.
 """
 
 from __future__ import annotations
