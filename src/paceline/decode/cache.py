@@ -19,7 +19,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from paceline.decode.model.step import KV_BLOCK
+from paceline.decode.layer_store import LayerStore, RingStore
+from paceline.decode.model.step import KV_BLOCK, Ring
 
 __all__ = ["KVCache", "Transaction"]
 
@@ -27,9 +28,8 @@ __all__ = ["KVCache", "Transaction"]
 class KVCache:
     """Keys and values of `slots` sequences of up to `limit` tokens in `layers` layers.
 
-    Storage of a layer is [2, slots, kv_heads, capacity, head_dim], keys first: the keys of a head lie together
-    (measured: attention over them is 20 to 30 % faster than with the heads of a token together). Capacity grows
-    in steps of KV_BLOCK when a request needs it, so short requests do not pay for long contexts.
+    Capacity grows in steps of KV_BLOCK when a request needs it, so short requests do not pay for long contexts.
+    `rings` names, by layer, the ring of those that look back through a window (`layer_store.py`).
     """
 
     def __init__(
@@ -41,13 +41,19 @@ class KVCache:
         limit: int,
         dtype: torch.dtype,
         device: torch.device,
+        rings: Sequence[Ring | None] | None = None,
     ) -> None:
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.slots, self.limit = slots, _blocks(limit)
         self.dtype, self.device = dtype, device
         self.capacity = 0
-        self.storage: list[Tensor] = []
+        shape = (slots, kv_heads, head_dim, dtype, device)
+        self.storage = [
+            LayerStore(*shape) if ring is None else RingStore(ring, *shape) for ring in rings or [None] * layers
+        ]
+        self.largest_write = min([self.limit, *(ring.largest_write for ring in rings or () if ring)])
         self._committed = [0] * slots
+        self._written = [0] * slots  # the highest token ever written in a slot's present life, and one
         self._free = list(range(slots))
         self._open: Transaction | None = None
 
@@ -61,13 +67,13 @@ class KVCache:
 
     def release(self, slot: int) -> None:
         assert slot not in self._free, f"slot {slot} released twice"
-        self._committed[slot] = 0
+        self._committed[slot] = self._written[slot] = 0
         self._free.append(slot)
 
     def erase(self, slot: int, first: int = 0) -> None:
         """Zero a slot from token `first` on, where it may not be finite: a masked NaN would still poison sums."""
         for layer in self.storage:
-            layer[:, slot, :, first:].zero_()
+            layer.erase(slot, first, self._written[slot])
 
     def committed(self, slot: int) -> int:
         return self._committed[slot]
@@ -78,26 +84,34 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self.storage)
+        return sum(layer.data.numel() * layer.data.element_size() for layer in self.storage)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Put keys and values `rows` [n, 2 * kv_heads * head_dim] at (slot, position) [n] each."""
-        target = self.storage[layer].permute(1, 3, 0, 2, 4)
-        target.index_put_((slots, positions), rows.view(-1, 2, self.kv_heads, self.head_dim))
+        self.storage[layer].write(slots, positions, rows)
 
     def keys_values(self, layer: int, low: int, high: int, kv_len: int) -> tuple[Tensor, Tensor]:
-        """Views [high - low, kv_heads, kv_len, head_dim] of slots low to high."""
-        window = self.storage[layer][:, low:high, :, :kv_len]
-        return window[0], window[1]
+        """Views [high - low, kv_heads, kv_len, head_dim] of slots low to high; a ring has no more than its rows."""
+        return self.storage[layer].read(low, high, kv_len)
 
     def transaction(self) -> Transaction:
         assert self._open is None, "a transaction is already open"
         self._open = Transaction(self)
         return self._open
 
+    def resumable(self, slot: int, tokens: int) -> int:
+        """The greatest length up to `tokens` to which a slot can be truncated: `tokens`, or 0 where a ring has
+        pushed out what the next query would look at.
+        """
+        oldest = max(layer.oldest_resume(self._written[slot]) for layer in self.storage)
+        return tokens if tokens >= oldest else 0
+
     def truncate(self, slot: int, tokens: int) -> None:
         """Forget committed tokens past `tokens` (a draft model steps back to what the target kept)."""
         assert tokens <= self._committed[slot], f"slot {slot} holds {self._committed[slot]}, not {tokens}"
+        assert tokens == self.resumable(slot, tokens), f"slot {slot} cannot go back to {tokens} tokens"
+        if not tokens:
+            self._written[slot] = 0
         self._committed[slot] = tokens
 
     def check(self, held: Sequence[int]) -> None:
@@ -115,14 +129,8 @@ class KVCache:
         assert wanted <= self.limit, f"{tokens} tokens asked of a cache limited to {self.limit}"
         if wanted <= self.capacity:
             return
-        shape = (2, self.slots, self.kv_heads, wanted, self.head_dim)
-        for layer in range(self.layers):
-            fresh = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            if self.capacity:
-                fresh[:, :, :, : self.capacity] = self.storage[layer]
-                self.storage[layer] = fresh
-            else:
-                self.storage.append(fresh)
+        for layer in self.storage:
+            layer.grow(wanted)
         self.capacity = wanted
 
 
@@ -138,6 +146,8 @@ class Transaction:
         start = self._cache.committed(slot)
         assert slot not in self._reserved, f"slot {slot} reserved twice in one pass"
         assert start + rows <= self._cache.capacity, f"slot {slot}: {start}+{rows} > {self._cache.capacity}"
+        assert rows <= self._cache.largest_write, f"slot {slot}: {rows} rows, {self._cache.largest_write} at most"
+        self._cache._written[slot] = max(self._cache._written[slot], start + rows)
         self._reserved[slot] = rows
         return start
 
@@ -147,9 +157,8 @@ class Transaction:
         assert all(0 <= r < rows for r in path), f"path {path} leaves the {rows} reserved rows"
         start = self._cache.committed(slot)
         if list(path) != list(range(len(path))):
-            source = torch.tensor([start + r for r in path], device=self._cache.device)
             for layer in self._cache.storage:
-                layer[:, slot, :, start : start + len(path)] = layer[:, slot][:, :, source]
+                layer.move(slot, start, path)
         self._cache._committed[slot] = start + len(path)
 
     def __enter__(self) -> Transaction:

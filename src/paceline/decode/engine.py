@@ -202,7 +202,7 @@ class Engine:
     def _free_rows(self, sequence: Sequence) -> int:
         """Rows a pass may write for this sequence; a tree can have more nodes than the cache has room for."""
         assert sequence.slot is not None
-        return self.cache.capacity - self.cache.committed(sequence.slot)
+        return min(self.cache.capacity - self.cache.committed(sequence.slot), self.cache.largest_write)
 
     def _budget(self, sequence: Sequence) -> int:
         """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
@@ -220,11 +220,11 @@ class Engine:
             if not proposal.is_chain:
                 parents = [-1, *(0 if p is None else p + 1 for p in proposal.parents)]
             transaction.reserve(slot, len(tokens))
-            return Span(slot, start, tokens, parents)
-        chunk = sequence.tokens[start : start + self.options.prefill_chunk]
+            return Span(slot, start, tokens, parents, limit=sequence.limit)
+        chunk = sequence.tokens[start : start + min(self.options.prefill_chunk, self.cache.largest_write)]
         transaction.reserve(slot, len(chunk))
         last = start + len(chunk) == len(sequence.tokens)
-        return Span(slot, start, chunk, want="last" if last else "none", prefill=True)
+        return Span(slot, start, chunk, want="last" if last else "none", prefill=True, limit=sequence.limit)
 
     # -- verdicts and commits ------------------------------------------------------------------------------
 

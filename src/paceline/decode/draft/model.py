@@ -72,7 +72,7 @@ class ModelDrafter:
         self.model = model
         self.max_positions = max_positions
         self.cache = model.new_cache(slots, max_positions)
-        self._stop_ids, self._chunk = stop_ids, prefill_chunk
+        self._stop_ids, self._chunk = stop_ids, min(prefill_chunk, self.cache.largest_write)
         self._states: dict[int, _State] = {}
 
     def begin(self, view: SequenceView) -> None:
@@ -108,12 +108,17 @@ class ModelDrafter:
         """Whether the draft has an embedding for every token it has yet to see."""
         return max(view.tokens[_shared_length(state.written, view.tokens) :], default=0) < self.model.vocab_width
 
+    def _limit(self, view: SequenceView) -> int:
+        """Tokens the draft may read of a sequence; the same in every round."""
+        asked = view.params.max_tokens
+        return self.max_positions if asked is None else min(view.prompt_len + asked, self.max_positions)
+
     def _catch_up(self, active: list[_Growing]) -> Tensor:
         """Run what each sequence has committed and the draft has not seen; logits after the last token."""
         missing: list[tuple[_Growing, list[int]]] = []
         for g in active:
             known = _shared_length(g.state.written, g.view.tokens)
-            known = min(known, len(g.view.tokens) - 1)
+            known = self.cache.resumable(g.state.slot, min(known, len(g.view.tokens) - 1))
             self.cache.truncate(g.state.slot, known)
             del g.state.written[known:]
             self.cache.reserve_capacity(len(g.view.tokens) + g.budget)
@@ -129,7 +134,10 @@ class ModelDrafter:
             spans = []
             for g, tokens in entries:
                 start = transaction.reserve(g.state.slot, len(tokens))
-                spans.append(Span(g.state.slot, start, tokens, want="last", prefill=len(tokens) > 32))
+                limit = self._limit(g.view)
+                spans.append(
+                    Span(g.state.slot, start, tokens, want="last", prefill=len(tokens) > 32, limit=limit)
+                )
             inputs = build_inputs(spans, self.cache.capacity, self.model.geometry, self.model.row_policy)
             logits = self.model.forward(inputs, self.cache).logits
             for g, tokens in entries:

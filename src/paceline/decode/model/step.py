@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["KV_BLOCK", "AttentionGroup", "Geometry", "RowPolicy", "Span", "StepInputs", "build_inputs"]
+__all__ = ["KV_BLOCK", "AttentionGroup", "Geometry", "Ring", "RowPolicy", "Span", "StepInputs", "build_inputs"]
 
 KV_BLOCK = 512  # the key block of PyTorch's CPU flash attention; cache capacity is a multiple of it
 
@@ -33,6 +33,7 @@ class Span:
               (row 0 has parent -1)
     want      which rows need logits
     prefill   a chunk of the prompt: computed as a matrix product of its own
+    limit     tokens the sequence may grow to; only models whose rotation depends on the length of the text look
     """
 
     slot: int
@@ -41,6 +42,7 @@ class Span:
     parents: Sequence[int] | None = None
     want: Literal["all", "last", "none"] = "all"
     prefill: bool = False
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,41 @@ class RowPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """Sliding-window storage: token p lies at row p modulo `rows`, and a query at q sees p > q - `window`.
+
+    A pass may write `largest_write` tokens of a sequence: what they push out no query of the pass looks at, nor
+    any query that follows a roll-back of the pass.
+    """
+
+    window: int
+    rows: int
+
+    @property
+    def largest_write(self) -> int:
+        return self.rows - self.window + 1
+
+    @classmethod
+    def holding(cls, window: int) -> Ring:
+        """A window and one more block, in whole blocks."""
+        return cls(window, _round_up(window - 1 + KV_BLOCK, KV_BLOCK))
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
-    """What `build_inputs` must know of the model."""
+    """What `build_inputs` must know of the model.
+
+    group      query heads per KV head
+    ring       storage of the layers that look back through a window, None where all see everything
+    long_from  sequences that may grow past this many tokens turn by the second of the model's two rotations
+    """
 
     kv_heads: int
-    group: int  # query heads per KV head
+    group: int
     dtype: torch.dtype
     device: torch.device
+    ring: Ring | None = None
+    long_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +107,7 @@ class AttentionGroup:
             rows are already laid out so
     back    (rows that belong to this group, the place of each among the padded queries), None likewise
     mask    [slots, 1, group * width, kv_len] additive
+    ring_mask   likewise over the rows of a ring, the first min(kv_len, ring rows)
     """
 
     slot_low: int
@@ -86,6 +117,7 @@ class AttentionGroup:
     rows: Tensor | None
     back: tuple[Tensor, Tensor] | None
     mask: Tensor
+    ring_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +125,7 @@ class StepInputs:
     """A pass, ready for every layer.
 
     token_ids, positions  [padded]
+    turned_long [padded] 1 where the second rotation is meant, None where the model has but one
     real        rows that carry a token, None where they are the first `tokens`
     tokens      how many rows carry a token
     cache_slots, cache_positions  [tokens] where the keys and values of each go
@@ -115,13 +148,15 @@ class StepInputs:
     head_pieces: tuple[tuple[int, int], ...]
     logits_of: tuple[tuple[int, int], ...]
     rows_of: tuple[tuple[int, int], ...]
+    turned_long: Tensor | None = None
 
 
 class _Layout:
     """Rows as they are laid out, one span after another."""
 
-    def __init__(self, capacity: int, multiple: int) -> None:
-        self.capacity, self.multiple = capacity, multiple
+    def __init__(self, capacity: int, multiple: int, long_from: int | None) -> None:
+        self.capacity, self.multiple, self.long_from = capacity, multiple, long_from
+        self.turned_long: list[int] = []
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.cache_slots: list[int] = []
@@ -133,6 +168,8 @@ class _Layout:
         assert span.start + width <= self.capacity, f"span ends at {span.start + width} of {self.capacity}"
         self.ids += span.tokens
         self.positions += [span.start + depth for depth in _depths(span)]
+        if self.long_from is not None:
+            self.turned_long += [int(max(span.limit, span.start + width) > self.long_from)] * width
         self.cache_slots += [span.slot] * width
         self.cache_positions += range(span.start, span.start + width)
         self.real += range(first, first + width)
@@ -142,6 +179,8 @@ class _Layout:
         missing = -(len(self.ids) - first) % self.multiple
         self.ids += [0] * missing
         self.positions += [0] * missing
+        if self.long_from is not None:
+            self.turned_long += [0] * missing
 
 
 def build_inputs(
@@ -151,7 +190,7 @@ def build_inputs(
 
     `capacity` is the cache's tokens per slot; `tiled` (deterministic mode) cuts products into `policy.tile` rows.
     """
-    layout = _Layout(capacity, policy.multiple)
+    layout = _Layout(capacity, policy.multiple, geometry.long_from)
     decode = sorted((i for i, s in enumerate(spans) if not s.prefill), key=lambda i: spans[i].slot)
     prefill = [i for i, s in enumerate(spans) if s.prefill]
     rows_of = [(0, 0)] * len(spans)
@@ -189,6 +228,7 @@ def build_inputs(
         head_pieces=tuple(_tiles(len(wanted), policy, tiled)),
         logits_of=tuple(logits_of),
         rows_of=tuple(rows_of),
+        turned_long=None if geometry.long_from is None else torch.tensor(layout.turned_long, device=device),
     )
 
 
@@ -269,8 +309,9 @@ def _group(
     for span in spans:
         if span.parents is not None:
             _hide_other_branches(seen[span.slot - low], span)
-    mask = torch.zeros(seen.shape, dtype=geometry.dtype).masked_fill_(~seen, float("-inf"))
-    mask = mask[:, None].expand(-1, geometry.group, -1, -1).reshape(high - low, 1, -1, kv_len)
+    ring_mask = None
+    if geometry.ring is not None:
+        ring_mask = _additive(_seen_in_ring(seen, spans, geometry.ring), geometry)
     laid_out = total_rows == len(query_rows) and own == places
     return AttentionGroup(
         slot_low=low,
@@ -279,8 +320,37 @@ def _group(
         kv_len=kv_len,
         rows=None if laid_out else torch.tensor(query_rows, device=device),
         back=None if laid_out else (torch.tensor(own, device=device), torch.tensor(places, device=device)),
-        mask=mask.to(device),
+        mask=_additive(seen, geometry),
+        ring_mask=ring_mask,
     )
+
+
+def _additive(seen: Tensor, geometry: Geometry) -> Tensor:
+    """[slots, width, keys] of what each query sees, as a mask [slots, 1, group * width, keys] to add to scores."""
+    mask = torch.zeros(seen.shape, dtype=geometry.dtype).masked_fill_(~seen, float("-inf"))
+    mask = mask[:, None].expand(-1, geometry.group, -1, -1).reshape(len(seen), 1, -1, seen.shape[-1])
+    return mask.to(geometry.device)
+
+
+def _seen_in_ring(seen: Tensor, spans: Sequence[Span], ring: Ring) -> Tensor:
+    """`seen` [slots, width, kv_len] over rows of the ring and cut to the window, by position.
+
+    After the pass has written up to `end`, row j holds the last token before `end` that is j modulo the ring's
+    rows. A stale row, rolled back or of an older sequence, is thus read as a token far behind, outside the window.
+    """
+    rows = torch.arange(min(ring.rows, seen.shape[-1]))
+    out = torch.zeros(*seen.shape[:2], len(rows), dtype=torch.bool)
+    out[:, :, 0] = True  # idle queries
+    low = spans[0].slot
+    for span in spans:
+        count, end = len(span.tokens), span.start + len(span.tokens)
+        held = end - 1 - (end - 1 - rows) % ring.rows
+        depths = torch.tensor(list(_depths(span)))
+        own = (held - span.start).clamp(0, count - 1)
+        positions = torch.where(held < span.start, held, span.start + depths[own])
+        near = (held >= 0) & (positions > (span.start + depths - ring.window)[:, None])
+        out[span.slot - low, :count] = seen[span.slot - low][:count, held.clamp(min=0)] & near
+    return out
 
 
 def _hide_other_branches(seen: Tensor, span: Span) -> None:
