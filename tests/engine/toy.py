@@ -111,6 +111,8 @@ class ToyModel:
         )
         width = group.width
         seen = (group.mask == 0).view(len(keys), self.geometry.group, width, -1).numpy()
+        before = np.ones((*seen.shape[:-1], group.past), dtype=bool)
+        seen = np.concatenate([before, seen], axis=-1)
         assert (seen[:, :1] == seen).all(), "query heads of one KV head see different keys"
         places = range(len(keys) * width)
         pairs = list(zip(places, places, strict=True))

@@ -134,7 +134,7 @@ class LlamaDecoder:
         folded = queries.view(slots, group.width, self.kv_heads, share, self.head_dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(slots, self.kv_heads, share * group.width, self.head_dim)
         keys, values = cache.keys_values(index, group.slot_low, group.slot_high, group.kv_len)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        mixed = _mix(folded, keys, values, group)
         mixed = mixed.view(slots, self.kv_heads, share, group.width, self.head_dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(slots * group.width, self.heads * self.head_dim)
 
@@ -154,6 +154,26 @@ class LlamaDecoder:
             ),
             down=Linear(take(mlp + "down_proj.weight"), pack=pack),
         )
+
+
+def _mix(
+    queries: Tensor,  # [slots, kv_heads, share * width, head_dim]
+    keys: Tensor,  # [slots, kv_heads, kv_len, head_dim]
+    values: Tensor,
+    group: AttentionGroup,
+) -> Tensor:
+    """Attention under the group's mask; of a prompt chunk, over what is before it without one, then joined.
+
+    Two softmaxes join by their log-sums: the parts weigh exp(lse_i - lse), lse = log(sum of exp(lse_i)).
+    """
+    if group.past == 0:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    cut = group.past
+    before, before_sum = flash(queries, keys[:, :, :cut], values[:, :, :cut])
+    own, own_sum = flash(queries, keys[:, :, cut:], values[:, :, cut:], attn_mask=group.mask)
+    share = torch.sigmoid(before_sum - own_sum)[..., None]
+    return torch.lerp(own.float(), before.float(), share).to(queries.dtype)
 
 
 _SERIAL = 32768  # elements from which PyTorch splits an elementwise operation over threads
