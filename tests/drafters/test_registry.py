@@ -19,6 +19,8 @@ from paceline.errors import InvalidParameter, UsageError
         ("suffix", DraftSpec("suffix")),
         ("none", DraftSpec("none")),
         ("auto", DraftSpec("auto")),
+        ("layer-skip", DraftSpec("layer-skip")),
+        ("layer-skip:6", DraftSpec("layer-skip", layers=6)),
         ("model:some/dir", DraftSpec("model", "some/dir")),
         ("model:plain", DraftSpec("model", "plain")),
         ("owner/name", DraftSpec("model", "owner/name")),
@@ -32,19 +34,21 @@ def test_parses(text: str, spec: DraftSpec) -> None:
 
 
 def test_an_unknown_kind_names_its_neighbours() -> None:
-    with pytest.raises(InvalidParameter, match=r"'n-gram'.*ngram, suffix, model.*Did you mean 'ngram'"):
+    with pytest.raises(InvalidParameter, match=r"'n-gram'.*ngram, suffix, layer-skip, model.*Did you mean 'ngram'"):
         parse_draft("n-gram")
     with pytest.raises(InvalidParameter, match="model:PATH"):
         parse_draft("qqq")
 
 
-@pytest.mark.parametrize("text", ["", "model", "model:", "ngram:path", "none:x"])
+@pytest.mark.parametrize(
+    "text", ["", "model", "model:", "ngram:path", "none:x", "layer-skip:", "layer-skip:0", "layer-skip:x"]
+)
 def test_refuses_what_is_half_said(text: str) -> None:
     with pytest.raises(InvalidParameter, match="draft is"):
         parse_draft(text)
 
 
-@pytest.mark.parametrize("text", ["eagle3", "mtp:x/y", "layer-skip", "dflash", "dspark"])
+@pytest.mark.parametrize("text", ["eagle3", "mtp:x/y", "dflash", "dspark"])
 def test_kinds_of_the_planner_are_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=text.split(":")[0]):
         parse_draft(text)
@@ -54,7 +58,7 @@ def test_makes_what_it_names() -> None:
     assert isinstance(make_model_free("ngram"), NgramDrafter)
     assert make_model_free("suffix").name == "suffix"
     assert make_auto().name == "auto"
-    assert {"none", "auto", "ngram", "suffix", "model"} == set(KINDS)
+    assert {"none", "auto", "ngram", "suffix", "layer-skip", "model"} == set(KINDS)
     with pytest.raises(InvalidParameter, match="ngram, suffix"):
         make_model_free("model")
 

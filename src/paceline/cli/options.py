@@ -48,7 +48,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--draft",
         action="append",
         metavar="KIND[:MODEL]",
-        help="none, auto, ngram, suffix, model:PATH; repeatable (default: auto)",
+        help="none, auto, ngram, suffix, layer-skip[:N], model:PATH; repeatable (default: auto)",
     )
     group.add_argument(
         "--draft-length",

@@ -6,6 +6,10 @@ Ownership
     Transaction    one pass: reserves rows past the committed ones, then commits a path of each or leaves them;
                    leaving without a commit rolls back
     Engine         which request has which slot
+    Drafter        of the target's cache nothing; one that declares `shares_target` may, in `propose` (so between
+                   two passes of the engine), open a transaction, write past the committed rows of its own
+                   sequences' slots, and leave it without a commit. What it wrote is then nobody's, as any
+                   rolled-back row; it erases what is not finite
 
 A rolled-back row needs no erasing: it lies past the committed length and the next pass overwrites it before any
 query can see it. `check` verifies the books; the engine calls it whenever it is idle.

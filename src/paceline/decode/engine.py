@@ -27,7 +27,7 @@ from paceline.core.proposal import Proposal
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
 from paceline.decode.draft.base import Drafter, SequenceView
-from paceline.decode.draft.build import DrafterSet, check_needs
+from paceline.decode.draft.build import DrafterSet, check_needs, share_target
 from paceline.decode.draft.cut import first_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
@@ -89,6 +89,7 @@ class Engine:
         self.drafters = drafters
         self.cache = model.new_cache(self.options.max_batch, self.options.max_context)
         check_needs({**drafters.drafters, **drafters.choosers}, self.cache.layers, new_pieces is not None)
+        share_target([*drafters.drafters.values(), *drafters.choosers.values()], model, self.cache)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -175,6 +176,7 @@ class Engine:
         while self._waiting and self.cache.free_slots:
             sequence = self._waiting.popleft()
             sequence.slot = self.cache.allocate(min(sequence.limit, self.options.max_context))
+            sequence.view.slot = sequence.slot
             sequence.phase = Phase.PREFILL
             self._running.append(sequence)
             if (drafter := self._drafter(sequence)) is not None:
@@ -373,7 +375,7 @@ class Engine:
                 drafter.end(sequence.view)
             assert sequence.slot is not None
             self.cache.release(sequence.slot)
-            sequence.slot = None
+            sequence.slot = sequence.view.slot = None
         if not self._running:
             self.check()
 
@@ -421,6 +423,7 @@ class Engine:
             noise_key=noise,
             tenant=request.tenant,
             prefix=prefix,
+            limit=limit,
         )
         stop = StopChecker(params, self.eos_token_ids, limit - len(request.prompt), self._new_pieces)
         return Sequence(request, choice, view, prefix, stop, limit, noise)

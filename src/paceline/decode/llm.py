@@ -38,7 +38,8 @@ class LLM:
     """Generate text with a model, speculatively and exactly.
 
     model         `smollm2-135m`, a Hugging Face id, a folder with safetensors, or a .gguf file
-    draft         one or several of `none`, `auto`, `ngram`, `suffix`, `model:PATH` (a bare path or id too)
+    draft         one or several of `none`, `auto`, `ngram`, `suffix`, `layer-skip[:N]` (the target's first N
+                  layers), `model:PATH` (a bare path or id too)
     draft_length  draft tokens a round; None lets the drafter choose
     verify        acceptance rule
     dtype         float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32
@@ -102,6 +103,7 @@ class LLM:
             max_batch=max_batch,
             max_draft=options.max_draft,
             load=lambda spec: self._load_draft(spec, drafting, progress),
+            stop_ids=self.checkpoint.eos_token_ids,
         )
         self.defaults = DraftSettings(self.draft_set.default, draft_length, verify)
         self.trace = self._open_trace(trace, model)

@@ -23,13 +23,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paceline.core.proposal import Proposal, Verdict
-from paceline.decode.draft.base import Drafter, Needs, SequenceView
+from paceline.decode.draft.base import Drafter, Needs, SequenceView, SharesTarget
 from paceline.decode.draft.cut import cut
 from paceline.decode.draft.learn import AcceptanceTable, Learner
 from paceline.errors import InvalidParameter
 from paceline.plan.marginal import choose_length, expected_tokens
+
+if TYPE_CHECKING:
+    from paceline.decode.cache import KVCache
+    from paceline.decode.model.base import TargetModel
 
 __all__ = ["AutoDrafter", "AutoOptions", "Candidate", "mild_cost"]
 
@@ -141,9 +146,16 @@ class AutoDrafter:
             hidden_layers=tuple(sorted({layer for needs in wanted for layer in needs.hidden_layers})),
             own_kv=any(needs.own_kv for needs in wanted),
             tokenizer=any(needs.tokenizer for needs in wanted),
+            shares_target=any(needs.shares_target for needs in wanted),
         )
         self.tables = [AcceptanceTable() for _ in candidates]
         self._states: dict[int, _State] = {}
+
+    def share_target(self, model: TargetModel, cache: KVCache) -> None:
+        for candidate in self.candidates:
+            if candidate.drafter.needs.shares_target:
+                assert isinstance(candidate.drafter, SharesTarget)
+                candidate.drafter.share_target(model, cache)
 
     def begin(self, view: SequenceView) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.core.sampling import SamplingParams
 
-__all__ = ["Drafter", "Needs", "SequenceView"]
+if TYPE_CHECKING:
+    from paceline.decode.cache import KVCache
+    from paceline.decode.model.base import TargetModel
+
+__all__ = ["Drafter", "Needs", "SequenceView", "SharesTarget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ class Needs:
                     committed position, delivered in `SequenceView.hidden`
     own_kv          it keeps a KV cache, counted into the memory budget and checked when idle
     tokenizer       it needs token text
+    shares_target   it runs the target itself on the target's cache: see `SharesTarget`
     """
 
     hidden_layers: tuple[int, ...] = ()
     own_kv: bool = False
     tokenizer: bool = False
+    shares_target: bool = False
 
 
 @dataclass(slots=True)
@@ -54,6 +60,8 @@ class SequenceView:
     tenant     pools are shared inside one tenant only
     prefix     the committed prefix as sampling options see it (`verify/prefix.py`), for drafters that draw
     hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
+    slot       of the sequence in the target's cache while it runs, for drafters that share it
+    limit      tokens it may grow to; 0 where nothing is said
     """
 
     key: int
@@ -64,6 +72,8 @@ class SequenceView:
     tenant: str = ""
     prefix: Any = None
     hidden: dict[int, Any] = field(default_factory=dict)
+    slot: int | None = None
+    limit: int = 0
 
 
 @runtime_checkable
@@ -84,3 +94,14 @@ class Drafter(Protocol):
     def check_idle(self) -> None:
         """Raises AssertionError where state is held for a sequence that has ended."""
         ...
+
+
+@runtime_checkable
+class SharesTarget(Protocol):
+    """A drafter with `needs.shares_target`: the engine hands it its own model and cache, once, before any `begin`.
+
+    It may write past the committed length of its sequences' slots, in `propose` alone, inside a transaction it
+    leaves without a commit (see `decode/cache.py`).
+    """
+
+    def share_target(self, model: TargetModel, cache: KVCache) -> None: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.decode.cache import KVCache
 from paceline.decode.draft.auto import AutoDrafter, Candidate
-from paceline.decode.draft.base import Drafter
+from paceline.decode.draft.base import Drafter, SharesTarget
+from paceline.decode.draft.layer_skip import EarlyExit, LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
 from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
 from paceline.decode.model.base import TargetModel
@@ -14,7 +16,7 @@ from paceline.decode.model.checkpoint import Checkpoint
 from paceline.decode.pass_cost import PassCost, time_passes
 from paceline.errors import UsageError
 
-__all__ = ["DrafterSet", "build_drafters", "check_needs", "parse_drafts"]
+__all__ = ["DrafterSet", "build_drafters", "check_needs", "parse_drafts", "share_target"]
 
 
 @dataclass(slots=True)
@@ -44,6 +46,14 @@ def check_needs(drafters: Mapping[str, Drafter], layers: int, text: bool) -> Non
             raise UsageError(f"the drafter {name} needs token text, and this model has no tokenizer; use another")
 
 
+def share_target(drafters: Iterable[Drafter], model: TargetModel, cache: KVCache) -> None:
+    """Hand model and cache to those that declare they share them."""
+    for drafter in drafters:
+        if drafter.needs.shares_target:
+            assert isinstance(drafter, SharesTarget), f"{drafter.name} shares the target and takes none"
+            drafter.share_target(model, cache)
+
+
 def parse_drafts(texts: Sequence[str]) -> list[DraftSpec]:
     """Every `--draft`, `none` standing alone."""
     specs = [parse_draft(text) for text in texts] or [DraftSpec("auto")]
@@ -59,14 +69,18 @@ def build_drafters(
     max_batch: int,
     max_draft: int,
     load: Callable[[str], tuple[Checkpoint, TargetModel]],
+    stop_ids: frozenset[int] = frozenset(),
 ) -> DrafterSet:
     """Drafters for `specs`. The model-free ones are always there for requests to name.
 
-    `load` brings a draft model that has been checked against the target.
+    `load` brings a draft model that has been checked against the target; `stop_ids` end the target's texts.
     """
     drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
     models: dict[str, TargetModel] = {}
     for spec in specs:
+        if spec.kind == "layer-skip":
+            models[str(spec)] = early = EarlyExit(target, spec.layers)
+            drafters[str(spec)] = LayerSkipDrafter(early, name=str(spec), slots=max_batch, stop_ids=stop_ids)
         if spec.kind == "model":
             assert spec.model is not None
             checkpoint, model = load(spec.model)

@@ -3,6 +3,7 @@
     none              plain decoding
     ngram, suffix     string matching, no model
     auto              the best of the model-free ones and of every other `--draft`, chosen each round
+    layer-skip[:N]    the target's own first N layers; a quarter of them where N is not given
     model:PATH        a smaller model; a bare path or id means the same
 
 A new drafter needs its file, a line here and its page in the docs.
@@ -25,19 +26,21 @@ from paceline.errors import InvalidParameter, UsageError
 __all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_auto", "make_model_free", "parse_draft"]
 
 MODEL_FREE: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-KINDS = ("none", "auto", *MODEL_FREE, "model")
-PLANNED_KINDS = ("layer-skip", "eagle3", "mtp", "dflash", "dspark")  # `plan` knows them, the engine not yet
+KINDS = ("none", "auto", *MODEL_FREE, "layer-skip", "model")
+PLANNED_KINDS = ("eagle3", "mtp", "dflash", "dspark")  # `plan` knows them, the engine not yet
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """One `--draft`: a kind, and for `model` the path or id of its weights."""
+    """One `--draft`: a kind, for `model` the path or id of its weights, for `layer-skip` how many layers draft."""
 
     kind: str
     model: str | None = None
+    layers: int | None = None
 
     def __str__(self) -> str:
-        return self.kind if self.model is None else f"{self.kind}:{self.model}"
+        detail = self.model if self.layers is None else self.layers
+        return self.kind if detail is None else f"{self.kind}:{detail}"
 
 
 def parse_draft(text: str) -> DraftSpec:
@@ -59,6 +62,10 @@ def parse_draft(text: str) -> DraftSpec:
                 "draft", text, "model:PATH or model:ID", "Add the path of the draft model."
             )
         return DraftSpec("model", model)
+    if kind == "layer-skip" and colon:
+        if not model.isdecimal() or int(model) < 1:
+            raise InvalidParameter("draft", text, "layer-skip or layer-skip:N with N a whole number from 1")
+        return DraftSpec(kind, layers=int(model))
     if kind in KINDS:
         if colon:
             raise InvalidParameter("draft", text, f"{kind!r} without a model", f"Write {kind!r} alone.")

@@ -37,4 +37,10 @@ class TargetModel(Protocol):
 
     def new_cache(self, slots: int, limit: int) -> KVCache: ...
 
-    def forward(self, step: StepInputs, cache: KVCache, taps: Sequence[int] = ()) -> ForwardResult: ...
+    def forward(
+        self, step: StepInputs, cache: KVCache, taps: Sequence[int] = (), layers: int | None = None
+    ) -> ForwardResult:
+        """One pass. `layers`: through the first so many layers, then the final norm and the head; the cache of
+        the others is left alone.
+        """
+        ...

@@ -81,15 +81,17 @@ class LlamaDecoder:
         )
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, cache: KVCache, taps: Sequence[int] = ()) -> ForwardResult:
+    def forward(
+        self, step: StepInputs, cache: KVCache, taps: Sequence[int] = (), layers: int | None = None
+    ) -> ForwardResult:
         """Run one pass, writing keys and values to the cache rows the step names.
 
-        `taps` are layers whose output to return (-1: after the final norm).
+        `taps` are layers whose output to return (-1: after the final norm); `layers`: only the first so many run.
         """
         x = F.embedding(step.token_ids, self.embedding)
         cos, sin = self.cos[step.positions], self.sin[step.positions]
         hidden: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[:layers]):
             x = x + self._attention(index, self._norm(x, layer.input_norm), (cos, sin), step, cache)
             gate, up = layer.gate_up.over(self._norm(x, layer.post_norm), step.pieces).chunk(2, dim=-1)
             x = x + layer.down.over(_silu(gate) * up, step.pieces)
