@@ -42,7 +42,7 @@ $(VENV)/.engine: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.engine
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine,serve,dev]'
 	@touch $@
 
 clean:

@@ -18,6 +18,7 @@ ALLOWED = {
     "plan": {"core", "plan"},
     "decode": {"core", "plan", "decode"},
     "report": {"core", "plan", "report"},
+    "serve": {"core", "plan", "decode", "serve"},
     "bench": {"core", "plan", "decode", "report", "bench"},
 }
 

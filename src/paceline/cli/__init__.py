@@ -19,6 +19,7 @@ __all__ = ["build_parser", "main"]
 _VERBS = (
     "run",
     "chat",
+    "serve",
     "demo",
     "pull",
     "doctor",

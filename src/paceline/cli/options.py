@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from paceline.errors import InvalidParameter, MissingExtra
 
 if TYPE_CHECKING:
     from paceline.core.output import Completion
+    from paceline.core.records import StepRecord
     from paceline.decode.llm import LLM
 
 __all__ = [
@@ -111,7 +113,9 @@ def build_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def build_llm(args: argparse.Namespace, max_batch: int = 1) -> LLM:
+def build_llm(
+    args: argparse.Namespace, max_batch: int = 1, on_record: Callable[[StepRecord], None] | None = None
+) -> LLM:
     """The model and its drafters as asked for; says on stderr what `auto` picked."""
     require_engine()
     from paceline.decode.llm import LLM
@@ -129,6 +133,7 @@ def build_llm(args: argparse.Namespace, max_batch: int = 1) -> LLM:
         max_batch=max_batch,
         deterministic=args.deterministic,
         trace=args.trace,
+        on_record=on_record,
         progress=show_progress,
     )
     dtype = str(llm.dtype).removeprefix("torch.")

@@ -114,6 +114,16 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def running(self) -> int:
+        """Choices that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Choices that wait for a slot."""
+        return len(self._waiting)
+
     def check(self) -> None:
         """Raise AssertionError where cache or drafters hold something no sequence owns."""
         self.cache.check([s.slot for s in self._running if s.slot is not None])

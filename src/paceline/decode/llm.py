@@ -197,9 +197,9 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, draft: DraftSettings, tenant: str
     ) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(str(next(self._ids)), tuple(ids), self._resolve(params), draft, tenant)
+        return Request(str(next(self._ids)), tuple(ids), self.resolve(params), draft, tenant)
 
-    def _resolve(self, params: SamplingParams) -> SamplingParams:
+    def resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: as they stand alone and as they follow a space."""
         if not any(isinstance(word, str) for word in params.bad_words):
             return params

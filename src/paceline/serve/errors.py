@@ -1,0 +1,86 @@
+"""From exceptions to the protocol's error object: `{"error": {"message", "type", "param", "code"}}`.
+
+A mistake of the client is 4xx and names the field; only our own failures are 5xx.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, UsageError
+
+__all__ = ["ApiError", "as_api_error", "from_validation", "queue_full", "stopping"]
+
+_UNION = re.compile(r"[-\[]|^(str|int|float|bool)$")  # pydantic's names for the branches of a union
+_INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    status    HTTP status
+    param     the request's field, where one is at fault
+    code      a word for programs
+    headers   of the answer
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = _INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to an exception; anything that is not the caller's mistake says no more than that it failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextOverflow):
+        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, InvalidParameter):
+        return ApiError(400, str(error), param=error.name, code="invalid_value")
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error))
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), kind="server_error", code="request_failed")
+    return ApiError(500, "the server failed on this request; its log says why", kind="server_error")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing wrong with a body, by the name of its field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"] if not _UNION.search(str(part))) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown or unsupported field: {param}", param=param, code="unknown_parameter")
+    where = "the body" if param is None else param
+    return ApiError(400, f"{where}: {first['msg']}", param=param, code=first["type"])
+
+
+def queue_full(retry_after_s: int) -> ApiError:
+    return ApiError(
+        429,
+        f"the queue is full; try again in {retry_after_s} s",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", kind="server_error", code="stopping", headers={"Retry-After": "10"})

@@ -1,0 +1,66 @@
+"""From a parsed body to a running answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from paceline.core.output import Delta
+from paceline.serve.errors import ApiError
+from paceline.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    draft_settings,
+    sampling_params,
+    template_messages,
+)
+from paceline.serve.replies import ChatWriter, CompletionWriter
+from paceline.serve.service import Answer, Service
+
+__all__ = ["chat_answer", "completion_answer"]
+
+_COMPLETION_TOKENS = 16  # the protocol's default for /v1/completions
+
+
+async def chat_answer(service: Service, body: ChatRequest, tenant: str) -> Answer:
+    """Raises ApiError and PacelineError where the request cannot run."""
+    service.check_model(body.model)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    params = sampling_params(body, limit, top)
+    prompt = await asyncio.to_thread(service.chat_ids, template_messages(body.messages))
+    draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
+    reply = await service.submit([prompt], params, draft, tenant)
+    return Answer(service, reply, ChatWriter(service.texts, top is not None, _wants_tokens(body)))
+
+
+async def completion_answer(service: Service, body: CompletionRequest, tenant: str) -> Answer:
+    """Raises ApiError and PacelineError where the request cannot run."""
+    service.check_model(body.model)
+    if body.echo:
+        raise ApiError(400, "unknown or unsupported field: echo", param="echo", code="unknown_parameter")
+    params = sampling_params(body, _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
+    prompts = await _prompts(service, body)
+    draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
+    reply = await service.submit(prompts, params, draft, tenant)
+    lead: list[Delta | None] = []
+    return Answer(service, reply, CompletionWriter(service.texts, body.logprobs, _wants_tokens(body)), lead)
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    given = body.prompt
+    if isinstance(given, str):
+        return [await service.encode(given)]
+    if not given:
+        raise ApiError(400, "the prompt is empty; give at least one token", param="prompt", code="invalid_value")
+    capacity = service.thread.capacity
+    if not isinstance(given[0], int) and len(given) > capacity:
+        text = f"{len(given)} prompts in one request; this server holds {capacity} choices at most"
+        raise ApiError(400, text, param="prompt", code="too_many_choices")
+    if isinstance(given[0], int):
+        return [[token for token in given if isinstance(token, int)]]
+    return [await service.encode(p) if isinstance(p, str) else list(p) for p in given if not isinstance(p, int)]
+
+
+def _wants_tokens(body: GenerationRequest) -> bool:
+    return body.speculation is not None and body.speculation.tokens

@@ -1,0 +1,149 @@
+"""What Prometheus scrapes, and what the live page draws: fed by the engine's records and each request's deltas.
+
+Names follow the field's: `spec_decode_num_*_total` counters as in vLLM and llama.cpp, with drafted tokens by
+position beside the accepted ones (without them deep positions look worse than they are where the draft length
+varies). Inter-token latency is the gap between two deliveries divided by the tokens delivered, counted once a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from paceline.core.output import Delta
+from paceline.core.records import StepRecord
+from paceline.decode.engine import Engine
+from paceline.serve.live import Live
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6)
+
+
+class Metrics:
+    """One server's counters, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.live = Live()
+        self._recent_s: deque[float] = deque(maxlen=64)
+        self._round = -1
+        self._drafting()
+        self._requests()
+
+    def _drafting(self) -> None:
+        r, name = self.registry, "paceline_spec_decode_"
+        by = ["drafter"]
+        self._drafts = Counter(name + "num_drafts", "Rounds of a choice in which something was drafted", by, registry=r)
+        self._drafted = Counter(name + "num_draft_tokens", "Draft tokens proposed, longest path", by, registry=r)
+        self._accepted = Counter(name + "num_accepted_tokens", "Draft tokens kept and emitted", by, registry=r)
+        self._drafted_at = Counter(
+            name + "num_draft_tokens_per_pos", "Draft tokens proposed at a position", ["position"], registry=r
+        )
+        self._accepted_at = Counter(
+            name + "num_accepted_tokens_per_pos", "Draft tokens kept at a position", ["position"], registry=r
+        )
+        self._length = Gauge(
+            name + "acceptance_length", "Tokens a drafting round emits, own one included, last minute", registry=r
+        )
+        self._chosen = Gauge(name + "draft_length", "Mean draft length chosen, last minute", registry=r)
+        self._length.set_function(lambda: self.live.recent().acceptance_length or math.nan)
+        self._chosen.set_function(lambda: _number(self.live.recent().draft_length))
+        self._rounds = Counter("paceline_rounds", "Rounds of the engine, by kind", ["kind"], registry=r)
+        self._parts = Counter("paceline_round_seconds", "Seconds of rounds, by part", ["part"], registry=r)
+
+    def _requests(self) -> None:
+        r = self.registry
+        self._prompt = Counter("paceline_prompt_tokens", "Prompt tokens computed", registry=r)
+        self._generated = Counter("paceline_generation_tokens", "Tokens emitted", registry=r)
+        self._ended = Counter("paceline_request_success", "Choices ended, by reason", ["finished_reason"], registry=r)
+        self._refused = Counter("paceline_request_refused", "Requests refused, by HTTP status", ["status"], registry=r)
+        self._first = Histogram(
+            "paceline_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=r
+        )
+        self._between = Histogram(
+            "paceline_inter_token_latency_seconds",
+            "Between deliveries, divided by the tokens delivered",
+            buckets=_TOKEN_SECONDS,
+            registry=r,
+        )
+        self._queue = Histogram(
+            "paceline_request_queue_time_seconds", "From arrival to the first round", buckets=_SECONDS, registry=r
+        )
+        self._whole = Histogram(
+            "paceline_e2e_request_latency_seconds", "From arrival to the last token", buckets=_SECONDS, registry=r
+        )
+        self._running = Gauge("paceline_num_requests_running", "Choices being decoded", registry=r)
+        self._waiting = Gauge("paceline_num_requests_waiting", "Choices waiting for a slot", registry=r)
+        self._usage = Gauge("paceline_kv_cache_usage_ratio", "Slots of the cache in use, 0 to 1", registry=r)
+
+    # -- engine thread -----------------------------------------------------------------------------------------
+
+    def record(self, record: StepRecord) -> None:
+        """One choice in one round."""
+        first = record.round != self._round
+        self._round = record.round
+        self.live.add(record, first)
+        if first:
+            for part, seconds in (("draft", record.draft_s), ("verify", record.verify_s), ("other", record.other_s)):
+                self._parts.labels(part).inc(max(seconds, 0.0))
+        self._rounds.labels(record.kind).inc()
+        self._generated.inc(record.emitted)
+        if record.kind != "verify":
+            return
+        self._drafts.labels(record.drafter).inc()
+        self._drafted.labels(record.drafter).inc(record.proposed)
+        self._accepted.labels(record.drafter).inc(record.accepted)
+        for position in range(record.proposed):
+            self._drafted_at.labels(str(position)).inc()
+        for position in range(record.accepted):
+            self._accepted_at.labels(str(position)).inc()
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(max(seconds, 0.0))
+
+    def held(self, engine: Engine) -> None:
+        """The engine's gauges, between two rounds."""
+        running, waiting = engine.running, engine.waiting
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._usage.set(1.0 - engine.cache.free_slots / engine.cache.slots)
+        self.live.held(running, waiting)
+
+    # -- event loop --------------------------------------------------------------------------------------------
+
+    def prompt(self, tokens: int) -> None:
+        self._prompt.inc(tokens)
+
+    def delta(self, delta: Delta, now: float, arrived: float, before: float | None) -> None:
+        """A delivery to a choice whose last one was at `before`, None for its first."""
+        if delta.token_ids and before is None:
+            self._first.observe(now - arrived)
+            self.live.first_token(now - arrived)
+        elif delta.token_ids and before is not None:
+            gap = (now - before) / len(delta.token_ids)
+            for _ in delta.token_ids:
+                self._between.observe(gap)
+        if delta.finish_reason is not None:
+            self._ended.labels(delta.finish_reason).inc()
+            self._whole.observe(now - arrived)
+            self._recent_s.append(now - arrived)
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(str(status)).inc()
+
+    def retry_after_s(self) -> int:
+        """Whole seconds after which a place is likely free: what a request took lately, on average."""
+        mean = sum(self._recent_s) / len(self._recent_s) if self._recent_s else 1.0
+        return min(max(math.ceil(mean), 1), 60)
+
+    def text(self) -> bytes:
+        """The scrape."""
+        return generate_latest(self.registry)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

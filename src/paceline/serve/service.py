@@ -1,0 +1,188 @@
+"""One server: the model, the engine's thread, its counters, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.output import Delta
+from paceline.core.sampling import SamplingParams
+from paceline.decode.llm import LLM
+from paceline.decode.sequence import DraftSettings, Request
+from paceline.errors import RequestFailed, UsageError
+from paceline.serve.errors import ApiError
+from paceline.serve.metrics import Metrics
+from paceline.serve.replies import Choice, TokenTexts, Writer
+from paceline.serve.worker import EngineThread, Reply
+
+__all__ = ["Answer", "Service", "ServiceOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """name             what the model is called in requests and answers
+    max_queue        choices that may wait beside those that run
+    max_body_bytes   of a request
+    keys             API key -> tenant; empty lets everybody in
+    """
+
+    name: str
+    max_queue: int = 64
+    max_body_bytes: int = 8 * 2**20
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+class Service:
+    """`metrics` is the one that `llm` reports its records to. `on_death` is called when the engine has failed."""
+
+    def __init__(
+        self, llm: LLM, metrics: Metrics, options: ServiceOptions, on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        self.llm, self.metrics, self.options = llm, metrics, options
+        capacity = llm.engine.options.max_batch + options.max_queue
+        self.thread = EngineThread(llm.engine, metrics, capacity, on_death)
+        self.texts = TokenTexts(llm.tokenizer)
+        self.created = int(time.time())
+        self.drafters = ("none", *llm.engine.drafters.drafters)
+        self._digests = [(_digest(key), tenant) for key, tenant in options.keys.items()]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine's thread from start to stop."""
+        self.thread.start()
+        try:
+            yield
+        finally:
+            await self.thread.stop()
+            self.llm.close()
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """Whose key a header holds, None for nobody's; every key is compared, each in constant time."""
+        if not self._digests:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        found = None
+        for digest, tenant in self._digests:
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        return found
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.options.name:
+            text = f"the model {name[:200]!r} is not here; this server has {self.options.name!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+
+    async def submit(
+        self, prompts: Seq[Seq[int]], params: SamplingParams, draft: DraftSettings, tenant: str
+    ) -> Reply:
+        """Requests for `prompts`, taken by the engine. Raises ApiError and UsageError where they cannot run."""
+        resolved = self.llm.resolve(params)
+        name = secrets.token_hex(8)
+        requests = [
+            Request(f"{name}-{i}", tuple(prompt), resolved, draft, tenant) for i, prompt in enumerate(prompts)
+        ]
+        reply = self.thread.submit(requests)
+        await reply.open()
+        self.metrics.prompt(sum(len(p) for p in prompts))
+        return reply
+
+    async def encode(self, text: str) -> list[int]:
+        return await asyncio.to_thread(self.llm.encode, text)
+
+    def chat_ids(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+        """The ids of a conversation by the model's template, the answer's beginning included."""
+        if self.llm.tokenizer is None:
+            raise UsageError("this model comes without a tokenizer; give token ids to /v1/completions")
+        return self.llm.tokenizer.encode_chat(messages)
+
+    def decode(self, ids: Seq[int]) -> str:
+        if self.llm.tokenizer is None:
+            raise UsageError("this model comes without a tokenizer")
+        return self.llm.tokenizer.decode(ids)
+
+
+class Answer:
+    """A reply written by a `writer`, whole or as chunks.
+
+    lead    for each choice, a delta that stands before the engine's (an echoed prompt)
+    """
+
+    def __init__(self, service: Service, reply: Reply, writer: Writer, lead: Seq[Delta | None] = ()) -> None:
+        self._service, self._reply, self._writer = service, reply, writer
+        self._choices = [Choice(i) for i in range(reply.choices)]
+        self._lead = lead
+        self._head = {
+            "id": ("chatcmpl-" if writer.kind == "chat.completion" else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": service.options.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer. Raises RequestFailed where a choice failed."""
+        deltas: list[list[Delta]] = [[] for _ in self._choices]
+        async for delta in self._deltas():
+            if delta.error is not None:
+                self._reply.cancel()
+                raise RequestFailed(delta.error)
+            deltas[delta.choice].append(delta)
+        choices = [self._writer.whole(c, parts) for c, parts in zip(self._choices, deltas, strict=True)]
+        return self._head | {"object": self._writer.kind, "choices": choices, "usage": self.usage()}
+
+    async def chunks(self, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """The answer as chunks; with `include_usage` one more, without a choice, at the end."""
+        empty = {"usage": None} if include_usage else {}
+        head = self._head | {"object": self._writer.chunk_kind}
+        for choice in self._choices:
+            if (first := self._writer.first(choice)) is not None:
+                yield head | {"choices": [first]} | empty
+        async for delta in self._deltas():
+            yield head | {"choices": [self._writer.part(self._choices[delta.choice], delta)]} | empty
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+        if include_usage:
+            yield head | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens, and what speculation did; the engine has finished every choice."""
+        jobs = self._reply.jobs
+        prompt = sum(len(job.request.prompt) for job in jobs)
+        sequences = [s for job in jobs for s in job.sequences]
+        completion = sum(len(s.output) for s in sequences)
+        rounds = sum(s.stats.draft_rounds for s in sequences)
+        emitted = sum(s.stats.emitted_in_draft_rounds for s in sequences)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "speculation": {
+                "drafter": jobs[0].request.draft.drafter,
+                "rounds": sum(s.stats.rounds for s in sequences),
+                "draft_rounds": rounds,
+                "drafted": sum(s.stats.drafted for s in sequences),
+                "accepted": sum(s.stats.accepted for s in sequences),
+                "acceptance_length": emitted / rounds if rounds else None,
+            },
+        }
+
+    def close(self) -> None:
+        self._reply.cancel()
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        for delta in self._lead:
+            if delta is not None:
+                yield delta
+        async for delta in self._reply.deltas():
+            yield delta
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
