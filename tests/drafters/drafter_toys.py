@@ -46,9 +46,10 @@ class Loop:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    tree_size: int | None = None
 
     def begin(self, key: int, prompt: list[int], tenant: str = "") -> SequenceView:
-        view = SequenceView(key, list(prompt), len(prompt), SamplingParams(), tenant=tenant)
+        view = SequenceView(key, list(prompt), len(prompt), SamplingParams(), tenant=tenant, tree_size=self.tree_size)
         self.views[key] = view
         self.drafter.begin(view)
         return view
@@ -67,6 +68,12 @@ class Loop:
             assert len(proposals) == len(views), "not one proposal per view"
             for proposal in proposals:
                 assert max(proposal.depths(), default=0) <= budget, "longer than the budget"
+                if self.tree_size is None:
+                    assert proposal.is_chain, "it branches unasked"
+                else:
+                    assert len(proposal) <= self.tree_size, "larger than was asked for"
+                    children = list(zip(proposal.parents, proposal.tokens, strict=True))
+                    assert len(set(children)) == len(children), "equal siblings"
                 self.drafted += len(proposal)
         verdicts: list[Verdict | None] = []
         for view, proposal in zip(views, proposals, strict=True):

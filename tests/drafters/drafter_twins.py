@@ -86,3 +86,46 @@ def _path(texts: list[list[int]], match: int, length: int, min_prob: float) -> t
         expected += prob
         chain.append(winner)
     return chain, expected
+
+
+def suffix_tree(
+    tokens: list[int], pool: list[list[int]], depth: int, options: SuffixOptions
+) -> dict[tuple[int, ...], float]:
+    """Every path that may be proposed, with the chance that all of it is accepted."""
+    texts = []
+    for number, start, match in suffix_places(tokens, pool, options.min_match, max(options.max_match, depth)):
+        text = (tokens if number < 0 else pool[number])[start:]
+        texts.append((match, text * (depth + 1) if number < 0 and match >= len(text) else text))
+    found: dict[tuple[int, ...], float] = {}
+    waiting: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while waiting:
+        path, path_prob = waiting.pop()
+        for token, chance in _blended(texts, path, options).items():
+            if len(path) < depth and path_prob * chance >= options.min_node_prob:
+                found[*path, token] = path_prob * chance
+                waiting.append(((*path, token), path_prob * chance))
+    return found
+
+
+def _blended(
+    texts: list[tuple[int, list[int]]], path: tuple[int, ...], options: SuffixOptions
+) -> dict[int, float]:
+    at = len(path)
+    votes = [
+        (match, text[at])
+        for match, text in texts
+        if len(text) > at
+        and tuple(text[:at]) == path
+        and at < int(options.max_spec_factor * match + options.max_spec_offset)
+    ]
+    chances: dict[int, float] = {}
+    doubt, threshold = 1.0, float("inf")
+    for m in sorted({match for match, _ in votes}, reverse=True):
+        if m <= threshold:
+            threshold = m / 2
+            said = [token for match, token in votes if match >= m]
+            for token in set(said):
+                own = copy_confidence(m + at, said.count(token), len(said))
+                chances[token] = chances.get(token, 0.0) + doubt * own
+            doubt *= 1 - len(said) / (len(said) + 2.0 / (m + at))
+    return chances

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from drafter_twins import ngram_continuation, suffix_chain, suffix_places
+import pytest
+from drafter_twins import ngram_continuation, suffix_chain, suffix_places, suffix_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def test_corpus_finds_every_place(documents: list[list[int]], tokens: list[int],
 
 @given(st.lists(texts, max_size=3), texts, st.integers(0, 40), st.integers(1, 8))
 def test_suffix(pool: list[list[int]], tokens: list[int], split: int, budget: int) -> None:
+    """The chain, and the tree by the chances on its paths: equally likely nodes may stand for one another."""
     options = SuffixOptions(min_match=2, max_match=8, max_places=1000)
     drafter = SuffixDrafter(options)
     for key, output in enumerate(pool, start=1):
@@ -60,3 +62,15 @@ def test_suffix(pool: list[list[int]], tokens: list[int], split: int, budget: in
     view = grown(drafter, tokens, min(split, len(tokens)))
     (proposal,) = drafter.propose([view], [budget])
     assert list(proposal.tokens) == suffix_chain(tokens, kept, budget, options)
+    view.tree_size = budget + 5
+    (proposal,) = drafter.propose([view], [budget])
+    wanted = suffix_tree(tokens, kept, budget, options)
+    assert proposal.confidence is not None or not wanted
+    survival: list[float] = []
+    for node, parent in enumerate(proposal.parents):
+        path = tuple(proposal.tokens[at] for at in proposal.path_to(node))
+        assert proposal.confidence is not None
+        survival.append(proposal.confidence[node] * (1.0 if parent is None else survival[parent]))
+        assert survival[-1] == pytest.approx(wanted[path])
+    best = sorted(wanted.values(), reverse=True)[: budget + 5]
+    assert survival == pytest.approx(best)

@@ -85,6 +85,7 @@ def drafters_for(truths: dict[tuple[int, ...], list[list[int]]], plan: list[Any]
         "chain": Scripted(following(truth, plan, VOCAB), "chain"),
         "tree": Scripted(branching(truth, VOCAB), "tree"),
         "ngram": make_model_free("ngram"),
+        "suffix": make_model_free("suffix"),
         "auto": make_auto(),
     }
 
@@ -148,13 +149,18 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
         for name in draw(st.lists(option, min_size=1, max_size=3, unique=True)):
             options |= ONE_OPTION[name]
         cap = draw(st.integers(1, 30))
+        draft, tree = draw(st.sampled_from(["none", "chain", "tree", "ngram", "auto", "suffix"])), None
+        length = draw(st.one_of(st.none(), st.integers(0, 7)))
+        if draft == "suffix" and length:
+            tree = draw(st.one_of(st.none(), st.integers(length, length + 9)))
         options["min_tokens"] = min(options.get("min_tokens", 0), cap)
         made.append(
             request(
                 draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=45)),
                 id=str(i),
-                draft=draw(st.sampled_from(["none", "chain", "tree", "ngram", "auto"])),
-                length=draw(st.one_of(st.none(), st.integers(0, 7))),
+                draft=draft,
+                length=length,
+                tree=tree,
                 seed=draw(st.integers(-5, 5)),
                 n=draw(st.integers(1, 2)),
                 max_tokens=cap,

@@ -81,7 +81,7 @@ class Passes:
                 expected = torch.stack([self._after(slot, tokens, parents, row) for row in rows])
                 given = logits[first : first + count]
                 torch.testing.assert_close(given, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-                transaction.commit(slot, kept)
+                transaction.commit(slot, Span(slot, 0, tokens, parents).places(kept))
                 self.texts[slot] += [tokens[row] for row in kept]
 
     def _after(self, slot: int, tokens: list[int], parents: list[int] | None, row: int) -> Tensor:

@@ -41,28 +41,40 @@ class Slots:
             rows = torch.tensor([[float(n), 0, float(n), 0] for i in order for n in names[spans[i].slot]])
             for layer in (0, 1):
                 self.cache.write(layer, step.cache_slots, step.cache_positions, rows)
-            self.check(step, spans, names)
-            for slot, (_, kept) in blocks.items():
-                transaction.commit(slot, kept)
+            self.check(step, spans, names, rows)
+            for span, (slot, (_, kept)) in zip(spans, blocks.items(), strict=True):
+                transaction.commit(slot, span.places(kept))
                 self.texts[slot] += [names[slot][r] for r in kept]
 
-    def check(self, step: Any, spans: list[Span], names: dict[int, list[int]]) -> None:
+    def check(self, step: Any, spans: list[Span], names: dict[int, list[int]], rows: torch.Tensor) -> None:
+        """Plays the attention calls in order; each row of each span is found in one of them."""
         ring = self.geometry.ring
         assert ring is not None
-        for span in spans:
-            group = next(g for g in step.groups if g.slot_low <= span.slot < g.slot_high)
-            for row in range(len(span.tokens)):
-                path, at = [], row
-                while at >= 0:
-                    path.append(names[span.slot][at])
-                    at = at - 1 if span.parents is None else span.parents[at]
-                whole = self.texts[span.slot] + path[::-1]
+        found = 0
+        for group in step.groups:
+            for layer in (0, 1) if group.placed is not None else ():
+                own, slots, places = group.placed
+                self.cache.write(layer, slots, places, rows[own])
+            own, places = group.back or (torch.arange(len(rows)), torch.arange(len(rows)))
+            for at, place in zip(own.tolist(), places.tolist(), strict=True):
+                slot, query = group.slot_low + place // group.width, place % group.width
+                span = next(s for s in spans if s.slot == slot)
+                whole = self.texts[slot] + self.path(span, names[slot], names[slot].index(int(rows[at, 0])))
+                found += 1
                 for layer, mask in enumerate((group.mask, group.ring_mask)):
-                    keys, _ = self.cache.keys_values(layer, span.slot, span.slot + 1, group.kv_len)
-                    seen = mask[span.slot - group.slot_low, 0, row] == 0
+                    keys, _ = self.cache.keys_values(layer, slot, slot + 1, group.kv_len)
+                    seen = mask[slot - group.slot_low, 0, query] == 0
                     assert len(seen) == keys.shape[2]
                     expected = whole[-ring.window :] if layer else whole
                     assert sorted(keys[0, 0, seen, 0].tolist()) == sorted(map(float, expected))
+        assert found == len(rows), "a row looked at keys in no call, or in two"
+
+    def path(self, span: Span, names: list[int], at: int) -> list[int]:
+        path = []
+        while at >= 0:
+            path.append(names[at])
+            at = at - 1 if span.parents is None else span.parents[at]
+        return path[::-1]
 
 
 @st.composite

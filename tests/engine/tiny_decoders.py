@@ -27,9 +27,9 @@ def _policy(products: Any, geometry: Any, head_dim: int) -> RowPolicy:
 find = llama_module.find_row_policy
 
 
-def decoder_of(model: Any) -> LlamaDecoder:
+def decoder_of(model: Any, dtype: torch.dtype = torch.float32) -> LlamaDecoder:
     """A decoder with the weights of a Transformers module."""
-    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().to(dtype, copy=True) for name, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     with mock.patch.object(llama_module, "find_row_policy", _policy):
@@ -37,6 +37,8 @@ def decoder_of(model: Any) -> LlamaDecoder:
 
 
 @cache
-def tiny_decoder(kind: str = "llama", seed: int = 0, layers: int = 2, vocabulary: int = 384) -> LlamaDecoder:
+def tiny_decoder(
+    kind: str = "llama", seed: int = 0, layers: int = 2, vocabulary: int = 384, dtype: torch.dtype = torch.float32
+) -> LlamaDecoder:
     """Made once; do not write into it."""
-    return decoder_of(tiny_model(kind, seed, num_hidden_layers=layers, vocab_size=vocabulary))
+    return decoder_of(tiny_model(kind, seed, num_hidden_layers=layers, vocab_size=vocabulary), dtype)

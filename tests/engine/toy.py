@@ -88,11 +88,15 @@ class ToyModel:
         ids, positions = step.token_ids[real], step.positions[real]
         assert int(ids.min()) >= 0 and int(ids.max()) < self.vocab_width, f"ids {ids.tolist()} have no embedding"
         assert int(positions.max()) < self.max_positions, f"position {int(positions.max())} has no rotation"
-        cache.write(0, step.cache_slots, step.cache_positions, torch.stack([positions, ids], dim=1).float())
+        rows = torch.stack([step.positions, step.token_ids], dim=1).float()
+        cache.write(0, step.cache_slots, step.cache_positions, rows[real])
         wanted = list(range(total)) if step.wanted is None else step.wanted.tolist()
         needed = set(real) & (set(range(total)) if taps else set(wanted))
         prefixes: dict[int, tuple[int, ...]] = {}
         for group in step.groups:
+            if group.placed is not None:
+                own, slots, places = group.placed
+                cache.write(0, slots, places, rows[own])
             prefixes |= self._read(group, step, cache, needed)
         logits = np.zeros((len(wanted), self.vocab_width), dtype=np.float32)
         for place, row in enumerate(wanted):
@@ -387,8 +391,9 @@ def request(
     draft: str = "scripted",
     length: int | None = None,
     params: SamplingParams | None = None,
+    tree: int | None = None,
     **options: object,
 ) -> Request:
     """`options` are those of SamplingParams."""
     params = params or SamplingParams(**options)  # type: ignore[arg-type]
-    return Request(id, tuple(prompt), params, DraftSettings(draft, length))
+    return Request(id, tuple(prompt), params, DraftSettings(draft, length, tree_size=tree))

@@ -60,6 +60,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a round (default: auto)",
     )
     group.add_argument(
+        "--tree-size",
+        type=int,
+        metavar="N",
+        help="draft tokens a round in all where proposals branch, --draft-length on a path (default: no branches)",
+    )
+    group.add_argument(
         "--verify",
         default="coupled",
         metavar="RULE",
@@ -124,6 +130,7 @@ def build_llm(
         args.model,
         draft=args.draft or "auto",
         draft_length=args.draft_length,
+        tree_size=args.tree_size,
         verify=args.verify,
         dtype=args.dtype,
         draft_dtype=args.draft_dtype,

@@ -35,7 +35,8 @@ class StepRecord:
     accepted          drafts kept and emitted
     emitted           tokens emitted: accepted plus the target's own (0 or 1); 0 in the middle of a prompt, and
                       where a block failed and is tried again without drafts
-    confidence        the drafter's own acceptance estimates by position, where it has them
+    confidence        the drafter's own acceptance estimates by position of a chain, where it has them
+    tree_size         nodes of a proposal that branches; None for a chain
     draft_s, verify_s, other_s   seconds of the whole round spent drafting, in the target pass, elsewhere
     """
 
@@ -56,6 +57,7 @@ class StepRecord:
     other_s: float
     temperature: float = 0.0
     confidence: tuple[float, ...] | None = None
+    tree_size: int | None = None
 
 
 class TraceWriter:

@@ -156,13 +156,17 @@ class Transaction:
         return start
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Keep the reserved rows `path` (offsets, increasing), in that order; the rest is rolled back."""
+        """Keep the reserved rows `path` (offsets), in that order; the rest is rolled back.
+
+        What lies in place already is not copied: nothing for a chain, and of a tree only what left the trunk.
+        """
         rows = self._reserved.pop(slot)
         assert all(0 <= r < rows for r in path), f"path {path} leaves the {rows} reserved rows"
         start = self._cache.committed(slot)
-        if list(path) != list(range(len(path))):
+        in_place = next((i for i, row in enumerate(path) if row != i), len(path))
+        if in_place < len(path):
             for layer in self._cache.storage:
-                layer.move(slot, start, path)
+                layer.move(slot, start + in_place, [row - in_place for row in path[in_place:]])
         self._cache._committed[slot] = start + len(path)
 
     def __enter__(self) -> Transaction:

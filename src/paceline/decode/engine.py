@@ -28,12 +28,12 @@ from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
 from paceline.decode.draft.base import Drafter, SequenceView
 from paceline.decode.draft.build import DrafterSet, check_needs, share_target
-from paceline.decode.draft.cut import first_nodes
+from paceline.decode.draft.cut import best_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
 from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, write_records
-from paceline.decode.sequence import Phase, Request, Sequence
+from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
 from paceline.decode.stopping import StopChecker, TextPieces
 from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
@@ -208,13 +208,16 @@ class Engine:
             for (i, budget), proposal in zip(asked, made, strict=True):
                 deepest = max(proposal.depths(), default=0)
                 assert deepest <= budget, f"{drafter.name} drafted {deepest} of at most {budget} tokens"
-                proposals[i] = first_nodes(proposal, self._free_rows(batch[i]) - 1)
+                size = batch[i].view.tree_size
+                assert size is None or len(proposal) <= size, f"{drafter.name}: {len(proposal)} nodes of {size}"
+                proposals[i] = best_nodes(proposal, self._free_rows(batch[i]) - 1)
         return proposals
 
     def _free_rows(self, sequence: Sequence) -> int:
         """Rows a pass may write for this sequence; a tree can have more nodes than the cache has room for."""
         assert sequence.slot is not None
-        return min(self.cache.capacity - self.cache.committed(sequence.slot), self.cache.largest_write)
+        free = min(self.cache.capacity - self.cache.committed(sequence.slot), self.cache.largest_write)
+        return min(free, self.model.row_policy.tile) if self.options.deterministic else free
 
     def _budget(self, sequence: Sequence) -> int:
         """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
@@ -281,7 +284,7 @@ class Engine:
         delta = self._emit(sequence, outcome)
         rows = [0, *(1 + node for node in outcome.verdict.path)][: outcome.emitted]
         outcome.kept = range(len(span.tokens)) if outcome.prefill else rows
-        transaction.commit(sequence.slot, outcome.kept)
+        transaction.commit(sequence.slot, span.places(outcome.kept))
         sequence.phase = Phase.DECODE if sequence.stop.finish_reason is None else Phase.FINISHED
         return delta
 
@@ -418,6 +421,7 @@ class Engine:
         length = settings.draft_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             raise InvalidParameter("draft_length", settings.draft_length, "a whole number from 0, or auto")
+        check_tree_size(settings, self.drafters.drafters.get(settings.drafter))
 
     def _new_sequence(self, request: Request, choice: int, seed: int) -> Sequence:
         params = request.params
@@ -434,6 +438,7 @@ class Engine:
             tenant=request.tenant,
             prefix=prefix,
             limit=limit,
+            tree_size=request.draft.tree_size,
         )
         stop = StopChecker(params, self.eos_token_ids, limit - len(request.prompt), self._new_pieces)
         return Sequence(request, choice, view, prefix, stop, limit, noise)

@@ -23,7 +23,7 @@ from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
-from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence
+from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, check_tree_size
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
 
@@ -41,6 +41,7 @@ class LLM:
     draft         one or several of `none`, `auto`, `ngram`, `suffix`, `layer-skip[:N]` (the target's first N
                   layers), `model:PATH` (a bare path or id too)
     draft_length  draft tokens a round; None lets the drafter choose
+    tree_size     draft tokens a round in all where proposals branch, draft_length on the longest path; None: chains
     verify        acceptance rule
     dtype         float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32
     draft_dtype   of a draft model; the target's where None
@@ -60,6 +61,7 @@ class LLM:
         *,
         draft: str | Seq[str] = "auto",
         draft_length: int | None = None,
+        tree_size: int | None = None,
         verify: str = "coupled",
         dtype: str = "auto",
         draft_dtype: str | None = None,
@@ -105,7 +107,8 @@ class LLM:
             load=lambda spec: self._load_draft(spec, drafting, progress),
             stop_ids=self.checkpoint.eos_token_ids,
         )
-        self.defaults = DraftSettings(self.draft_set.default, draft_length, verify)
+        self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size)
+        check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))
         self.trace = self._open_trace(trace, model)
         self.engine = Engine(
             decoder,
@@ -252,6 +255,7 @@ class LLM:
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "drafter": self.defaults.drafter,
                 "draft_length": self.defaults.draft_length,
+                "tree_size": self.defaults.tree_size,
                 "verify": self.defaults.verify,
                 "threads": torch.get_num_threads(),
             },

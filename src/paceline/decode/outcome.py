@@ -148,6 +148,7 @@ def write_records(
                 verify_s=times.verify,
                 other_s=times.whole - times.draft - times.verify,
                 temperature=sequence.request.params.temperature,
-                confidence=outcome.proposal.confidence,
+                confidence=outcome.proposal.confidence if outcome.proposal.is_chain else None,
+                tree_size=None if outcome.proposal.is_chain else len(outcome.proposal),
             )
         )

@@ -7,11 +7,12 @@ from enum import Enum
 
 from paceline.core.output import DecodeStats, TokenLogprob
 from paceline.core.sampling import SamplingParams
-from paceline.decode.draft.base import SequenceView
+from paceline.decode.draft.base import Drafter, SequenceView
 from paceline.decode.stopping import StopChecker
 from paceline.decode.verify.prefix import PrefixState
+from paceline.errors import InvalidParameter
 
-__all__ = ["DraftSettings", "Phase", "Request", "Sequence"]
+__all__ = ["DraftSettings", "Phase", "Request", "Sequence", "check_tree_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,32 @@ class DraftSettings:
     drafter        a name the engine knows; "none" decodes plainly
     draft_length   tokens a round at most; None leaves the choice to the drafter ("auto")
     verify         acceptance rule
+    tree_size      draft tokens a round in all, where proposals may branch; None drafts chains
     """
 
     drafter: str = "none"
     draft_length: int | None = None
     verify: str = "coupled"
+    tree_size: int | None = None
+
+
+def check_tree_size(settings: DraftSettings, drafter: Drafter | None) -> None:
+    """Raises InvalidParameter where `tree_size` is no size, or would be without effect or without proof."""
+    size, length = settings.tree_size, settings.draft_length
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidParameter("tree_size", size, "a whole number from 1, or nothing for chains")
+    if drafter is None or not drafter.needs.trees:
+        raise InvalidParameter(
+            "tree_size", size, f"nothing where {settings.drafter} drafts", "`suffix` and draft models branch."
+        )
+    if not length:
+        raise InvalidParameter("tree_size", size, "nothing unless draft_length fixes the longest path")
+    if size < length:
+        raise InvalidParameter("tree_size", size, f"at least draft_length ({length})")
+    if settings.verify not in ("coupled", "greedy"):
+        raise InvalidParameter("tree_size", size, f"nothing under {settings.verify}", "Use coupled or greedy.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,11 @@ The engine calls, for each sequence that has this drafter available:
 
     begin(view)                      once, when the prompt is known
     propose(views, budgets)          in rounds in which it is chosen; one Proposal per view, at most
-                                     budgets[i] tokens on the longest path; fewer or none is always allowed
-    observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown
+                                     budgets[i] tokens on the longest path, and where the view has a
+                                     tree_size at most so many in all, with `confidence` and without equal
+                                     siblings; else a chain. Fewer or none is always allowed
+    observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown; a
+                                     verdict counts the nodes that were verified, which may be fewer than proposed
     end(view)                        once, on every way out; frees whatever it holds for the sequence
 
 A new drafter needs its file, a line in `registry.py` and its page in the docs; nothing else changes.
@@ -40,12 +43,14 @@ class Needs:
     own_kv          it keeps a KV cache, counted into the memory budget and checked when idle
     tokenizer       it needs token text
     shares_target   it runs the target itself on the target's cache: see `SharesTarget`
+    trees           it can branch where a request asks for it (`SequenceView.tree_size`)
     """
 
     hidden_layers: tuple[int, ...] = ()
     own_kv: bool = False
     tokenizer: bool = False
     shares_target: bool = False
+    trees: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +64,7 @@ class SequenceView:
     noise_key  key of the request's noise, for drafters that draw with it (see `verify/noise.py`)
     tenant     pools are shared inside one tenant only
     prefix     the committed prefix as sampling options see it (`verify/prefix.py`), for drafters that draw
+    tree_size  draft tokens of a proposal in all, where it may branch; None asks for a chain
     hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
     slot       of the sequence in the target's cache while it runs, for drafters that share it
     limit      tokens it may grow to; 0 where nothing is said
@@ -71,6 +77,7 @@ class SequenceView:
     noise_key: int = 0
     tenant: str = ""
     prefix: Any = None
+    tree_size: int | None = None
     hidden: dict[int, Any] = field(default_factory=dict)
     slot: int | None = None
     limit: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.proposal import Dense, Distribution, OneHot, Proposal, Sparse
 
-__all__ = ["cut", "first_nodes"]
+__all__ = ["best_nodes", "cut"]
 
 
 def cut(proposal: Proposal, length: int) -> Proposal:
@@ -16,9 +16,21 @@ def cut(proposal: Proposal, length: int) -> Proposal:
     return _keep(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
 
 
-def first_nodes(proposal: Proposal, count: int) -> Proposal:
-    """The first `count` nodes of `proposal`: still a tree, for parents come before their children."""
-    return _keep(proposal, list(range(min(count, len(proposal)))))
+def best_nodes(proposal: Proposal, size: int) -> Proposal:
+    """The `size` nodes that are most likely accepted, by the product of `confidence` on their paths.
+
+    Still a tree, its nodes in their old order: no path is likelier than the one it goes on from, and among equals
+    the first are kept. A chain keeps its first `size`, as does a tree without confidence. Safe under `coupled` and
+    greedy verification; under `rejection` and `block` for chains and for trees whose confidence does not depend
+    on what was drawn.
+    """
+    if size >= len(proposal):
+        return proposal
+    survival: list[float] = []
+    for parent, own in zip(proposal.parents, proposal.confidence or [1.0] * len(proposal), strict=True):
+        survival.append(own if parent is None else min(own, 1.0) * survival[parent])
+    ranked = sorted(range(len(proposal)), key=lambda node: -survival[node])
+    return _keep(proposal, sorted(ranked[: max(size, 0)]))
 
 
 def _keep(proposal: Proposal, kept: list[int]) -> Proposal:

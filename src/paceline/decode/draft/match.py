@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["copy_confidence", "copy_from", "match_length"]
+__all__ = ["copy_confidence", "copy_doubt", "copy_from", "match_length"]
 
 DOUBT = 2.0  # pseudo-count of "something else" after a match of one token; see `copy_confidence`
 
@@ -41,3 +41,8 @@ def copy_confidence(match: int, agree: int = 1, seen: int = 1) -> float:
     Calibration is measured by `bench/replay_drafters.py`.
     """
     return agree / (seen + DOUBT / match)
+
+
+def copy_doubt(match: int, seen: int) -> float:
+    """What `copy_confidence` leaves for other tokens when all of the `seen` places have spoken."""
+    return 1.0 - seen / (seen + DOUBT / match)

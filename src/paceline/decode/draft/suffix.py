@@ -4,12 +4,15 @@ All places where the last tokens stood before are gathered, with the length of t
 length of match gives one candidate: the path on which most of the places agree, token by token, with the
 chance of each token from how many agree. Proposed is the candidate with the most expected accepted tokens
 (the sum of its path probabilities); a short match may not speak for long, nor an improbable path.
+Where the request asks for a tree, all places speak at once: a token's chance comes from the longest matches, and
+what they leave in doubt goes to the shorter ones (as in prediction by partial matching, Cleary and Witten 1984);
+the tree is grown best-first by path probability.
 
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975), with two changes: counts come from the most recent
 matches instead of from all, which bounds the cost and lets old habits fade; and probabilities are smoothed by
 the length of the match, so that a single place does not claim certainty.
 Guarantees: ids already in the prompt, the output or the tenant's pool only; the pool as `OutputPool` says.
-Twin: `tests/drafters/drafter_twins.py::suffix_chain`.
+Twins: `tests/drafters/drafter_twins.py::suffix_chain` and `suffix_tree`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from dataclasses import dataclass
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.corpus import Corpus, Document, Place
-from paceline.decode.draft.match import copy_confidence
+from paceline.decode.draft.grow import grow
+from paceline.decode.draft.match import copy_confidence, copy_doubt
 from paceline.decode.draft.pool import OutputPool
 from paceline.errors import InvalidParameter
 
@@ -34,6 +38,7 @@ class SuffixOptions:
     max_spec_factor   a match of m tokens may propose at most max_spec_factor * m + max_spec_offset tokens
     max_spec_offset
     min_token_prob    the path ends where its probability falls below this, in [0, 1)
+    min_node_prob     a tree holds no node whose path is less probable, in [0, 1)
     max_places        matches looked at, in the request and again in the pool, >= 1
     max_pool_tokens   finished output kept for later requests, over all tenants, >= 0
     max_pool_age      finished outputs of its tenant after which one is forgotten, >= 1
@@ -44,6 +49,7 @@ class SuffixOptions:
     max_spec_factor: float = 1.0
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.2
+    min_node_prob: float = 0.05
     max_places: int = 8
     max_pool_tokens: int = 65_536
     max_pool_age: int = 512
@@ -54,8 +60,9 @@ class SuffixOptions:
                 raise InvalidParameter(name, getattr(self, name), f"a whole number from {low}")
         if self.max_match < self.min_match:
             raise InvalidParameter("max_match", self.max_match, f"at least min_match ({self.min_match})")
-        if not 0.0 <= self.min_token_prob < 1.0:
-            raise InvalidParameter("min_token_prob", self.min_token_prob, "a number from 0 to below 1")
+        for name in ("min_token_prob", "min_node_prob"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InvalidParameter(name, getattr(self, name), "a number from 0 to below 1")
         if self.max_spec_factor < 0.0:
             raise InvalidParameter("max_spec_factor", self.max_spec_factor, "a number from 0")
 
@@ -79,7 +86,7 @@ class SuffixDrafter:
     """See the module's docstring."""
 
     name = "suffix"
-    needs = Needs()
+    needs = Needs(trees=True)
 
     def __init__(self, options: SuffixOptions | None = None) -> None:
         self.options = options or SuffixOptions()
@@ -119,10 +126,21 @@ class SuffixDrafter:
         limit, max_match = self.options.max_places, max(self.options.max_match, budget)
         places = corpus.places(view.tokens, end, limit, max_match)
         places += self.pool.places(view.tenant, view.tokens, end, limit, max_match)
+        if view.tree_size is not None:
+            return self._tree(places, document, budget, view.tree_size)
         chain = best_chain(places, document, budget, self.options)
         if not chain.tokens:
             return Proposal()
         return Proposal.chain(chain.tokens, self.name, confidence=chain.confidence)
+
+    def _tree(self, places: list[Place], own: Document, depth: int, size: int) -> Proposal:
+        options = self.options
+        ranked = sorted(places, key=lambda place: -place.match)
+        nodes = grow(lambda path: _chances(ranked, own, path, options), depth, size, options.min_node_prob)
+        if not nodes:
+            return Proposal()
+        tokens, parents, chances = zip(*nodes, strict=True)
+        return Proposal(tokens, parents, drafter=self.name, confidence=chances)
 
 
 def best_chain(places: Seq[Place], own: Document, budget: int, options: SuffixOptions) -> Chain:
@@ -174,7 +192,41 @@ def _majority_path(places: Seq[Place], own: Document, match: int, length: int, m
     return Chain(tuple(tokens), tuple(confidence), expected)
 
 
-def _token_after(place: Place, own: Document, drafts: list[int]) -> int | None:
+def _chances(
+    places: Seq[Place], own: Document, path: tuple[int, ...], options: SuffixOptions
+) -> list[tuple[int, float]]:
+    """What may follow `path` by the places (longest match first) at which it stands, with the chance of each.
+
+    The places that match at least m tokens tell their share for the longest m; the rest is told by the next
+    group, as in `best_chain`.
+    """
+    votes: list[tuple[int, int]] = []  # match, token
+    for place in places:
+        if len(path) < int(options.max_spec_factor * place.match + options.max_spec_offset) and all(
+            _token_after(place, own, path[:i]) == token for i, token in enumerate(path)
+        ):
+            token = _token_after(place, own, path)
+            if token is not None:
+                votes.append((place.match, token))
+    chances: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    share, threshold, index = 1.0, float("inf"), 0
+    while index < len(votes):
+        match = votes[index][0]
+        while index < len(votes) and votes[index][0] == match:
+            counts[votes[index][1]] = counts.get(votes[index][1], 0) + 1
+            index += 1
+        if match > threshold:
+            continue
+        threshold = match / 2
+        for token, count in counts.items():
+            chance = share * copy_confidence(match + len(path), count, index)
+            chances[token] = chances.get(token, 0.0) + chance
+        share *= copy_doubt(match + len(path), index)
+    return list(chances.items())
+
+
+def _token_after(place: Place, own: Document, drafts: Seq[int]) -> int | None:
     """What stands `len(drafts)` tokens after the place; past the end of the own text, round its loop."""
     text = place.document.tokens
     index = place.start + len(drafts)

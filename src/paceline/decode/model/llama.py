@@ -127,6 +127,9 @@ class LlamaDecoder:
             mixed = torch.zeros_like(queries)
             for group in step.groups:
                 assert group.rows is not None and group.back is not None
+                if group.placed is not None:
+                    rows, slots, positions = group.placed
+                    cache.write(index, slots, positions, qkv[rows, width:])
                 own, places = group.back
                 mixed[own] = self._attend(group, queries[group.rows], index, cache)[places]
         return layer.out.over(mixed, step.pieces)
