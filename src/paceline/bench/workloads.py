@@ -1,8 +1,9 @@
 """Prompts of public data sets, chosen the same way every time.
 
-A workload is a kind of text (chat, code, code_edit, maths, json, multilingual) or a mixture (spec_bench).
-`count` prompts are spread evenly over the file, so that a small choice is not its first subject alone. No two
-have the same text, nor are they, while the file has enough tasks, one task in two languages.
+A workload is a kind of text (chat, code, code_edit, maths, json, multilingual), a mixture (spec_bench), a set of
+our own (adversarial, sample: `own_prompts.py`) or a file of prompts. `count` prompts are spread evenly over a
+file, so that a small choice is not its first subject alone. No two have the same text, nor are they, while the
+file has enough tasks, one task in two languages.
 
 The folder holds one folder per data set, as `SOURCES` names them. Raises UsageError where a folder or a file
 is missing, a line cannot be read, or the file has fewer distinct prompts than asked for.
@@ -13,14 +14,16 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.own_prompts import OWN_KINDS, own_prompts
 from paceline.errors import InvalidParameter, UsageError
 
-__all__ = ["KINDS", "SOURCES", "Workload", "WorkloadPrompt", "load_workload"]
+__all__ = ["KINDS", "SOURCES", "Workload", "WorkloadPrompt", "load_workload", "open_workloads", "workloads_folder"]
 
 Row = dict[str, Any]
 Pool = list["WorkloadPrompt"]
@@ -57,12 +60,47 @@ class _Source:
     read: Callable[[Path], list[Pool]]
 
 
+def open_workloads(names: Sequence[str], count: int, folder: Path | None = None) -> list[Workload]:
+    """Each of `names`, a kind or a file of prompts, with at most `count` prompts; of a file all where it has fewer.
+
+    Raises UsageError where a file cannot be read, InvalidParameter where one is named twice.
+    """
+    if len(set(names)) < len(names):
+        raise InvalidParameter("workload", ", ".join(names), "every name once")
+    found = []
+    for name in names:
+        path = Path(name)
+        if name not in KINDS and (path.suffix or path.exists()):
+            found += _from_file(path, count)
+        elif name == "sample":
+            found += _by_maker(load_workload(name, Path(), count))
+        else:
+            found.append(load_workload(name, folder or workloads_folder(), count))
+    return found
+
+
+def _by_maker(whole: Workload) -> list[Workload]:
+    """A mix of our own as one workload a kind of prompt."""
+    kinds = dict.fromkeys(p.id.partition("/")[0] for p in whole.prompts)
+    return [Workload(whole.name, k, tuple(p for p in whole.prompts if p.id.startswith(f"{k}/"))) for k in kinds]
+
+
+def workloads_folder() -> Path:
+    """The data sets: `workloads` in the folder that PACELINE_SHARED names, or in `shared` here or one above."""
+    if named := os.environ.get("PACELINE_SHARED"):
+        return Path(named) / "workloads"
+    here = [Path("shared"), Path("..", "shared"), Path(__file__).resolve().parents[4] / "shared"]
+    return next((p for p in here if (p / "workloads").is_dir()), here[0]) / "workloads"
+
+
 def load_workload(kind: str, folder: Path, count: int) -> Workload:
     """`count` distinct prompts of `kind` (see `KINDS`) from the data sets under `folder`."""
-    if kind not in SOURCES:
-        raise InvalidParameter("workload", kind, f"one of {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise InvalidParameter("workload", kind, f"one of {', '.join(KINDS)}, or a file")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidParameter("prompts", count, "a whole number from 1")
+    if kind in OWN_KINDS:
+        return Workload(kind, kind, tuple(WorkloadPrompt(*pair) for pair in own_prompts(kind, count)))
     source = SOURCES[kind]
     place = folder / source.name
     if not place.is_dir():
@@ -71,6 +109,34 @@ def load_workload(kind: str, folder: Path, count: int) -> Workload:
     if len(chosen) < count:
         raise UsageError(f"{count} prompts of {kind} asked for; {place} has {len(chosen)} distinct ones.")
     return Workload(source.name, kind, tuple(chosen))
+
+
+def _from_file(path: Path, count: int) -> list[Workload]:
+    """JSON lines with `prompt` (or `question`, `turns`) and perhaps `id` and `task`, one workload a task; else one
+    prompt a line."""
+    if path.suffix in (".jsonl", ".gz"):
+        rows = [(str(row.get("task", path.stem)), str(row.get("id", n)), _text_of(row)) for n, row in _jsonl(path)]
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the prompts {path} cannot be read: {error}.") from error
+        rows = [(path.stem, str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if any(not text for _, _, text in rows) or not rows:
+        raise UsageError(f"{path} has lines without a prompt; each needs `prompt`, `question` or `turns` of text.")
+    made = []
+    for task in dict.fromkeys(task for task, _, _ in rows):
+        pool = [WorkloadPrompt(name, text) for own, name, text in rows if own == task]
+        if len({p.id for p in pool}) < len(pool):
+            raise UsageError(f"{path} has two prompts of one id in {task}; give each its own.")
+        made.append(Workload(path.name, task, tuple(_choose([pool], min(count, len({p.text for p in pool}))))))
+    return made
+
+
+def _text_of(row: Row) -> str:
+    turns = row.get("turns")
+    text = row.get("prompt") or row.get("question") or (turns[0] if isinstance(turns, list) and turns else "")
+    return text if isinstance(text, str) else ""
 
 
 def _choose(groups: Sequence[Pool], count: int) -> list[WorkloadPrompt]:
@@ -188,4 +254,4 @@ SOURCES: dict[str, _Source] = {
     "multilingual": _Source("mgsm_multilingual", "mgsm_*.tsv", _languages),
     "spec_bench": _Source("spec_bench", "question.clean_subset.jsonl", _first_turns),
 }
-KINDS = tuple(SOURCES)
+KINDS = (*SOURCES, *OWN_KINDS)

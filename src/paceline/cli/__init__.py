@@ -23,6 +23,7 @@ _VERBS = (
     "demo",
     "pull",
     "doctor",
+    "probe",
     "plan",
     "explain",
     "whatif",

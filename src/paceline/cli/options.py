@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_engine_options",
+    "add_model_options",
     "add_sampling_options",
     "build_llm",
     "build_params",
+    "end_progress",
+    "numbers",
+    "progress_bar",
     "require_engine",
     "say",
     "speed_line",
@@ -39,7 +43,8 @@ def show_progress(text: str) -> None:
         print(f"\r{text:<78.78}", end="", file=sys.stderr, flush=True)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The model, its drafters and where they run; returns the group for more."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -52,6 +57,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:MODEL]",
         help="none, auto, ngram, suffix, layer-skip[:N], model:PATH; repeatable (default: auto)",
     )
+    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or auto (default)")
+    group.add_argument("--draft-dtype", metavar="TYPE", help="of a draft model (default: as --dtype)")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's, <= 4096)"
+    )
+    return group
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = add_model_options(parser)
     group.add_argument(
         "--draft-length",
         type=_draft_length,
@@ -70,13 +87,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="coupled",
         metavar="RULE",
         help="acceptance rule: coupled (default) or, at temperature 0, greedy; others are planned",
-    )
-    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or auto (default)")
-    group.add_argument("--draft-dtype", metavar="TYPE", help="of a draft model (default: as --dtype)")
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default)")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
-    group.add_argument(
-        "--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's, <= 4096)"
     )
     group.add_argument(
         "--deterministic", action="store_true", help="rows independent in passes of any size (costs speed)"
@@ -170,6 +180,31 @@ def speed_line(done: Completion) -> str:
     if stats.acceptance_length is not None:
         line += f", AL {stats.acceptance_length:.2f} ({stats.accepted} of {stats.drafted} drafts accepted)"
     return line
+
+
+def numbers(name: str, text: str, low: float = 0.0, whole: bool = False) -> list[float]:
+    """Numbers parted by commas, each from `low`, none twice. Raises InvalidParameter."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    wrong = not values or any(v < low or v != v or (whole and v != int(v)) for v in values)
+    if wrong or len(set(values)) < len(values):
+        kind = "whole numbers" if whole else "numbers"
+        raise InvalidParameter(name, text, f"{kind} from {low:g} parted by commas, each once")
+    return values
+
+
+def progress_bar(share: float, text: str) -> None:
+    """A bar of the share that is done, which the next one overwrites; nothing where stderr is no terminal."""
+    filled = round(24 * min(max(share, 0.0), 1.0))
+    show_progress(f"[{'#' * filled}{'.' * (24 - filled)}] {100 * share:3.0f} %  {text}")
+
+
+def end_progress() -> None:
+    """Clear the line of `progress_bar`."""
+    if sys.stderr.isatty():
+        print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
 
 
 def _draft_length(text: str) -> int | None:

@@ -1,0 +1,91 @@
+"""Times of passes by batch, width and context, made in turns so that every point sees the same machine.
+
+A pass is what a round does around the model: rows laid out, the pass, the most probable token of every row. The
+cache holds zeros; how long a pass takes does not depend on what it reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.decode.cache import KVCache
+from paceline.decode.model.base import TargetModel
+from paceline.decode.model.step import Span, build_inputs
+from paceline.decode.verify.probabilities import greedy_tokens
+from paceline.plan.probe_file import PassTime
+
+__all__ = ["PassTimer", "Point"]
+
+Point = tuple[int, int, int]  # batch, width, context
+
+
+class PassTimer:
+    """Repeats of the points of one model.
+
+    prefill   each point is one prompt chunk of `width` tokens, of which the last row is wanted
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        points: Sequence[Point],
+        *,
+        prefill: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self._prefill, self._clock = model, prefill, clock
+        self._points = [p for p in dict.fromkeys(points) if p[1] + p[2] <= model.max_positions]
+        self._seconds: dict[Point, list[float]] = {}
+        self._caches: dict[int, KVCache] = {}
+
+    def sweep(self, points: Sequence[Point] | None = None) -> None:
+        """Every point once more; the first time each is run before, unmeasured."""
+        for point in self._points if points is None else points:
+            if point not in self._seconds:
+                self._run(point)
+            self._seconds.setdefault(point, []).append(self._run(point))
+
+    def widest(self, share: float) -> list[Point]:
+        """The points whose medians are least sure, that share of them."""
+        unsure = sorted(self._points, key=lambda p: -self._doubt(p))
+        return unsure[: max(1, round(share * len(unsure)))]
+
+    def times(self) -> tuple[PassTime, ...]:
+        """What was measured so far."""
+        return tuple(PassTime(*p, tuple(self._seconds[p])) for p in self._points if p in self._seconds)
+
+    def _doubt(self, point: Point) -> float:
+        seconds = self._seconds.get(point, [])
+        if len(seconds) < 3:
+            return float(10 - len(seconds))
+        return PassTime(*point, tuple(seconds)).spread / len(seconds) ** 0.5
+
+    def sweep_s(self) -> float:
+        """About how long one sweep over all points takes."""
+        return sum(statistics.median(s) for s in self._seconds.values())
+
+    def _run(self, point: Point) -> float:
+        batch, width, context = point
+        cache = self._cache(batch, width + context)
+        began = self._clock()
+        spans = [
+            Span(slot, context, [0] * width, want="last" if self._prefill else "all", prefill=self._prefill)
+            for slot in range(batch)
+        ]
+        inputs = build_inputs(spans, cache.capacity, self.model.geometry, self.model.row_policy)
+        logits = self.model.forward(inputs, cache).logits
+        tokens, usable = greedy_tokens(logits, self.model.vocab_width)
+        tokens.tolist(), usable.tolist()
+        return self._clock() - began
+
+    def _cache(self, slots: int, tokens: int) -> KVCache:
+        """A cache of that many slots, long enough; one for each number of slots, as an engine has one in all."""
+        known = self._caches.get(slots)
+        if known is None or known.capacity < tokens:
+            longest = max(w + c for b, w, c in [*self._points, (slots, tokens, 0)] if b == slots)
+            known = self.model.new_cache(slots, longest)
+            known.reserve_capacity(longest)
+            self._caches[slots] = known
+        return known
