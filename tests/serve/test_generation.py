@@ -136,6 +136,34 @@ def test_logprobs_in_both_shapes(server: Running) -> None:
     assert streamed_lists == lists["token_logprobs"]
 
 
+def test_echo_scores_the_prompt(server: Running) -> None:
+    """As `lm-eval` asks for log-likelihoods: the prompt's log-probabilities are those its tokens had when decoded."""
+    ids = server.post("/tokenize", {"prompt": "they're"}).json()["tokens"]
+    said = {"prompt": ids, "max_tokens": 20, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    spec = {"speculation": {"draft": "none", "tokens": True}}
+    first = server.post("/v1/completions", said | spec).json()["choices"][0]
+    whole = ids + [t["id"] for t in first["tokens"]]
+    for limit in (0, 1):
+        body = {"prompt": [whole, ids], "max_tokens": limit, "logprobs": 1, "echo": True, "temperature": 0}
+        answer = server.post("/v1/completions", body).json()
+        choice = answer["choices"][0]
+        lists = choice["logprobs"]
+        assert {len(v) for v in lists.values()} == {len(whole) + limit}
+        assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+        again = lists["token_logprobs"][len(ids) : len(whole)]
+        assert again == pytest.approx(first["logprobs"]["token_logprobs"], abs=1e-4)
+        assert again == [max(top.values()) for top in lists["top_logprobs"][len(ids) : len(whole)]]
+        text = server.post("/detokenize", {"tokens": whole}).json()["prompt"]
+        assert choice["text"].startswith(text) and (limit or choice["text"] == text)
+        assert answer["usage"]["completion_tokens"] == 2 * limit
+        assert lists["text_offset"][0] == 0 and lists["text_offset"] == sorted(lists["text_offset"])
+    echo = {"prompt": ["they're", "now"], "max_tokens": 3, "echo": True, "temperature": 0, "n": 2, "stream": True}
+    texts = [""] * 4
+    for chunk in server.client().completions.create(model=NAME, **echo):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts[0] == texts[1] and texts[0].startswith("they're") and texts[3].startswith("now")
+
+
 def test_speculation_is_each_requests_own_in_one_batch(server: Running) -> None:
     """Asked side by side, each with another drafter: the texts of one seed agree and the counters tell them apart."""
     from concurrent.futures import ThreadPoolExecutor

@@ -84,11 +84,15 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: its prompt and its choices, in order."""
+    """A finished request: its prompt and its choices, in order.
+
+    `prompt_logprobs`, where asked for, has an entry for each prompt token but the first.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
     def text(self) -> str:

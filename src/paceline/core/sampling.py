@@ -39,6 +39,7 @@ class SamplingParams:
     stop_token_ids       ids that end the output, beside the model's end-of-text ids; kept as the last id
     ignore_eos           the model's end-of-text ids do not end the output
     logprobs             None, or how many alternatives to return beside each emitted token, in [0, 50]
+    prompt_logprobs      the same for each prompt token but the first, which nothing precedes
     n                    independent choices of one prompt
     seed                 any integer; None draws a fresh one for every request
     """
@@ -59,6 +60,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     seed: int | None = None
 
@@ -78,8 +80,9 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise InvalidParameter("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         _whole("n", self.n, 1)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, 50)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, 50)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, Integral)):
             raise InvalidParameter("seed", self.seed, "a whole number or None")
         self._check_tokens()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from paceline.decode.draft.cut import best_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
-from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, write_records
+from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, score_prompt, write_records
 from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
 from paceline.decode.stopping import StopChecker, TextPieces
 from paceline.decode.verify.noise import request_key
@@ -154,7 +155,7 @@ class Engine:
             passed = self._clock()
             result = self.model.forward(inputs, self.cache, self._taps(batch))
             verified = self._clock()
-            outcomes = self._outcomes(batch, proposals, result, inputs)
+            outcomes = self._outcomes(batch, proposals, spans, result, inputs)
             news = [
                 self._commit(s, o, spans[i], transaction)
                 for i, (s, o) in enumerate(zip(batch, outcomes, strict=True))
@@ -239,20 +240,34 @@ class Engine:
         chunk = sequence.tokens[start : start + min(self.options.prefill_chunk, self.cache.largest_write)]
         transaction.reserve(slot, len(chunk))
         last = start + len(chunk) == len(sequence.tokens)
-        return Span(slot, start, chunk, want="last" if last else "none", prefill=True, limit=sequence.limit)
+        want: Literal["all", "last", "none"] = "last" if last else "none"
+        if sequence.scores_prompt:
+            want = "all"
+        return Span(slot, start, chunk, want=want, prefill=True, limit=sequence.limit)
 
     # -- verdicts and commits ------------------------------------------------------------------------------
 
     def _outcomes(
-        self, batch: Seq[Sequence], proposals: Seq[Proposal], result: ForwardResult, inputs: StepInputs
+        self,
+        batch: Seq[Sequence],
+        proposals: Seq[Proposal],
+        spans: Seq[Span],
+        result: ForwardResult,
+        inputs: StepInputs,
     ) -> list[Outcome]:
-        """Verdicts of the sequences that have logits; those in the middle of their prompt have none."""
-        judged = [i for i in range(len(batch)) if inputs.logits_of[i][1]]
+        """Verdicts of the sequences at the end of their prompt or past it; those in its middle have none."""
+        places = [
+            (first + rows - 1, 1) if span.prefill and rows else (first, rows)
+            for span, (first, rows) in zip(spans, inputs.logits_of, strict=True)
+        ]
+        judged = [
+            i for i, s in enumerate(spans) if not s.prefill or s.start + len(s.tokens) == len(batch[i].tokens)
+        ]
         verdicts = judge(
             [batch[i] for i in judged],
             [proposals[i] for i in judged],
             result.logits,
-            [inputs.logits_of[i] for i in judged],
+            [places[i] for i in judged],
             self.vocab_size,
         )
         outcomes = [
@@ -260,12 +275,15 @@ class Engine:
             for s, p in zip(batch, proposals, strict=True)
         ]
         for i, verdict in zip(judged, verdicts, strict=True):
-            first, rows = inputs.logits_of[i]
+            first, rows = places[i]
             outcomes[i].logits = result.logits[first : first + rows]
             if isinstance(verdict, RequestFailed):
                 outcomes[i].failure = verdict
             else:
                 outcomes[i].verdict = verdict
+        for sequence, span, (first, rows) in zip(batch, spans, inputs.logits_of, strict=True):
+            if span.prefill and sequence.scores_prompt:
+                score_prompt(sequence, span.start, result.logits[first : first + rows], self.vocab_size)
         return outcomes
 
     def _commit(

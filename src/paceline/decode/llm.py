@@ -227,10 +227,7 @@ class LLM:
         finally:
             for request, sequences in zip(requests, queued, strict=False):
                 self._post.close(request.request_id, sequences)
-        return [
-            RequestOutput(r.request_id, list(r.prompt), [completion(s) for s in sequences])
-            for r, sequences in zip(requests, queued, strict=True)
-        ]
+        return [_output(r, sequences) for r, sequences in zip(requests, queued, strict=True)]
 
     def _load_draft(
         self, spec: str, dtype: torch.dtype, progress: Callable[[str], None] | None
@@ -316,14 +313,16 @@ class TokenStream:
     @property
     def output(self) -> RequestOutput:
         """The finished request; an assertion fails where it has not finished."""
-        request = self._request
-        return RequestOutput(
-            request.request_id, list(request.prompt), [completion(s) for s in self._sequences]
-        )
+        return _output(self._request, self._sequences)
 
 
 def _finished(sequences: Seq[Sequence]) -> bool:
     return all(s.phase is Phase.FINISHED for s in sequences)
+
+
+def _output(request: Request, sequences: Seq[Sequence]) -> RequestOutput:
+    scored = None if request.params.prompt_logprobs is None else sequences[0].prompt_logprobs
+    return RequestOutput(request.request_id, list(request.prompt), [completion(s) for s in sequences], scored)
 
 
 def completion(sequence: Sequence) -> Completion:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.core.output import Delta, TokenLogprob
@@ -15,7 +16,7 @@ from paceline.decode.sequence import Sequence
 from paceline.decode.verify.logprobs import token_logprobs
 from paceline.errors import RequestFailed
 
-__all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "write_records"]
+__all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "score_prompt", "write_records"]
 
 
 @dataclass(slots=True)
@@ -103,10 +104,30 @@ def _logprobs(
         return []
     assert outcome.verdict is not None and outcome.logits is not None
     rows = [0, *(1 + node for node in outcome.verdict.path)][: len(emitted)]
-    tokens = outcome.logits.new_tensor(emitted).long()
-    values = token_logprobs(outcome.logits[rows], tokens, top, vocab_size)
-    lists = zip(emitted, values.chosen.tolist(), values.ids.tolist(), values.logprobs.tolist(), strict=True)
+    return _scored(outcome.logits[rows], emitted, top, vocab_size)
+
+
+def _scored(logits: Tensor, tokens: Seq[int], top: int, vocab_size: int) -> list[TokenLogprob]:
+    """One entry a row: its token's log-probability and the `top` most probable ones."""
+    values = token_logprobs(logits, torch.tensor(tokens, device=logits.device), top, vocab_size)
+    lists = zip(tokens, values.chosen.tolist(), values.ids.tolist(), values.logprobs.tolist(), strict=True)
     return [TokenLogprob(token, own, tuple(zip(ids, logs, strict=True))) for token, own, ids, logs in lists]
+
+
+def score_prompt(
+    sequence: Sequence,
+    start: int,  # position of the first row's token
+    logits: Tensor,  # [rows, width]
+    vocab_size: int,
+) -> None:
+    """Log-probabilities of the prompt's tokens after each row of a chunk, kept once and in order."""
+    top = sequence.request.params.prompt_logprobs
+    assert top is not None
+    known = len(sequence.prompt_logprobs)
+    assert start <= known, f"rows of prompt tokens {known} to {start} were never computed"
+    following = sequence.request.prompt[known + 1 : start + 1 + len(logits)]
+    if following:
+        sequence.prompt_logprobs.extend(_scored(logits[known - start :][: len(following)], following, top, vocab_size))
 
 
 def add_seconds(batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes) -> None:

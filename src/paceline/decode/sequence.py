@@ -90,9 +90,15 @@ class Sequence:
     stats: DecodeStats = field(default_factory=DecodeStats)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     cancelled: bool = False
     undrafted: bool = False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The first choice brings the log-probabilities of the prompt, where they are asked for."""
+        return self.request.params.prompt_logprobs is not None and self.choice == 0
 
     @property
     def tokens(self) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
-from paceline.core.output import Delta
 from paceline.serve.errors import ApiError
 from paceline.serve.protocol import (
     ChatRequest,
@@ -37,14 +37,25 @@ async def chat_answer(service: Service, body: ChatRequest, tenant: str) -> Answe
 async def completion_answer(service: Service, body: CompletionRequest, tenant: str) -> Answer:
     """Raises ApiError and PacelineError where the request cannot run."""
     service.check_model(body.model)
+    limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    mute = limit == 0 and bool(body.echo)
+    params = sampling_params(body, 1 if mute else limit, body.logprobs)
     if body.echo:
-        raise ApiError(400, "unknown or unsupported field: echo", param="echo", code="unknown_parameter")
-    params = sampling_params(body, _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
+        params = replace(params, prompt_logprobs=body.logprobs)
     prompts = await _prompts(service, body)
+    echoed = await asyncio.to_thread(_texts, service, body.prompt, prompts) if body.echo else []
     draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
     reply = await service.submit(prompts, params, draft, tenant)
-    lead: list[Delta | None] = []
-    return Answer(service, reply, CompletionWriter(service.texts, body.logprobs, _wants_tokens(body)), lead)
+    writer = CompletionWriter(service.texts, body.logprobs, _wants_tokens(body))
+    return Answer(service, reply, writer, echoed=echoed, mute=mute)
+
+
+def _texts(service: Service, given: object, prompts: list[list[int]]) -> list[str]:
+    """Each prompt as it was given, or as its ids read."""
+    texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    if texts and all(isinstance(text, str) for text in texts):
+        return texts
+    return [service.decode(ids) for ids in prompts]
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:

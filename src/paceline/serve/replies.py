@@ -8,14 +8,14 @@ characters cut across tokens keep their places.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.core.output import Delta, TokenLogprob
 from paceline.decode.model.tokenizer import TextTokenizer
 
-__all__ = ["ChatWriter", "Choice", "CompletionWriter", "TokenTexts", "Writer"]
+__all__ = ["ChatWriter", "Choice", "CompletionWriter", "Echo", "TokenTexts", "Writer"]
 
 class TokenTexts:
     """The bytes and texts of single tokens."""
@@ -44,11 +44,21 @@ class TokenTexts:
         return b"" if special else self.raw(token_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt to be given back in front of a choice; `scored` has an entry for each token but the first."""
+
+    text: str
+    token_ids: Sequence[int]
+    scored: Sequence[TokenLogprob]
+
+
 @dataclass(slots=True)
 class Choice:
-    """A choice as far as it has been written."""
+    """A choice as far as it has been written. `echo` is what has yet to be written in front of it."""
 
     index: int
+    echo: Echo | None = None
     length: int = 0
     measuring: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
     spelling: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
@@ -133,23 +143,26 @@ class CompletionWriter:
         return self.whole(choice, [delta])
 
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        text = "".join(d.text for d in deltas)
+        echo, choice.echo = choice.echo, None
+        text = "".join([echo.text if echo else "", *(d.text for d in deltas)])
+        lists = None if self._top is None else self._lists(choice, echo, [x for d in deltas for x in d.logprobs])
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._lists(choice, [x for d in deltas for x in d.logprobs]),
+            "logprobs": lists,
             "finish_reason": deltas[-1].finish_reason,
         } | token_list(self._texts, choice, deltas, self._tokens)
 
-    def _lists(self, choice: Choice, values: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self._top is None:
-            return None
-        offsets = [choice.place(self._texts.shown(v.token_id)) for v in values]
+    def _lists(self, choice: Choice, echo: Echo | None, said: list[TokenLogprob]) -> dict[str, Any]:
+        values = [*(echo.scored if echo else ()), *said]
+        first = list(echo.token_ids[:1]) if echo else []  # nothing stands before it, so nothing gave it a probability
+        unknown: list[None] = [None] * len(first)
+        ids = [*first, *(v.token_id for v in values)]
         return {
-            "tokens": [self._texts.spelled(v.token_id) for v in values],
-            "token_logprobs": [v.logprob for v in values],
-            "top_logprobs": [self._best(v) for v in values],
-            "text_offset": offsets,
+            "tokens": [self._texts.spelled(i) for i in ids],
+            "token_logprobs": [*unknown, *(v.logprob for v in values)],
+            "top_logprobs": [*unknown, *(self._best(v) for v in values)],
+            "text_offset": [choice.place(self._texts.shown(i)) for i in ids],
         }
 
     def _best(self, value: TokenLogprob) -> dict[str, float]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.core.output import Delta
@@ -20,7 +20,7 @@ from paceline.decode.sequence import DraftSettings, Request
 from paceline.errors import RequestFailed, UsageError
 from paceline.serve.errors import ApiError
 from paceline.serve.metrics import Metrics
-from paceline.serve.replies import Choice, TokenTexts, Writer
+from paceline.serve.replies import Choice, Echo, TokenTexts, Writer
 from paceline.serve.worker import EngineThread, Reply
 
 __all__ = ["Answer", "Service", "ServiceOptions"]
@@ -113,13 +113,16 @@ class Service:
 class Answer:
     """A reply written by a `writer`, whole or as chunks.
 
-    lead    for each choice, a delta that stands before the engine's (an echoed prompt)
+    echoed   the texts of the prompts, where they are to stand before the answers
+    mute     nothing but the echo: what the engine says after the prompt is left out
     """
 
-    def __init__(self, service: Service, reply: Reply, writer: Writer, lead: Seq[Delta | None] = ()) -> None:
+    def __init__(
+        self, service: Service, reply: Reply, writer: Writer, *, echoed: Seq[str] = (), mute: bool = False
+    ) -> None:
         self._service, self._reply, self._writer = service, reply, writer
         self._choices = [Choice(i) for i in range(reply.choices)]
-        self._lead = lead
+        self._echoed, self._mute = echoed, mute
         self._head = {
             "id": ("chatcmpl-" if writer.kind == "chat.completion" else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -156,7 +159,7 @@ class Answer:
         jobs = self._reply.jobs
         prompt = sum(len(job.request.prompt) for job in jobs)
         sequences = [s for job in jobs for s in job.sequences]
-        completion = sum(len(s.output) for s in sequences)
+        completion = 0 if self._mute else sum(len(s.output) for s in sequences)
         rounds = sum(s.stats.draft_rounds for s in sequences)
         emitted = sum(s.stats.emitted_in_draft_rounds for s in sequences)
         return {
@@ -177,11 +180,18 @@ class Answer:
         self._reply.cancel()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
-        for delta in self._lead:
-            if delta is not None:
-                yield delta
+        begun: set[int] = set()
         async for delta in self._reply.deltas():
-            yield delta
+            if self._echoed and delta.choice not in begun:
+                begun.add(delta.choice)
+                self._choices[delta.choice].echo = self._echo(delta.choice)
+            yield replace(delta, token_ids=(), accepted=(), text="", logprobs=()) if self._mute else delta
+
+    def _echo(self, choice: int) -> Echo:
+        """The prompt of a choice whose first token is there, so that all of the prompt has been scored."""
+        place = max(i for i, job in enumerate(self._reply.jobs) if job.first <= choice)
+        job = self._reply.jobs[place]
+        return Echo(self._echoed[place], job.request.prompt, job.sequences[0].prompt_logprobs)
 
 
 def _digest(key: str) -> bytes:

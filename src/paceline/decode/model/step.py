@@ -111,9 +111,8 @@ def build_inputs(
         rows_of[i] = layout.add(spans[i])
         layout.pad(first)
         pieces.append((first, len(layout.ids)))
-    logits_of, wanted = _wanted(spans, rows_of)
-    count = len(wanted)
-    wanted += [0] * (-count % policy.multiple)
+    logits_of, wanted, head_pieces = _wanted(spans, rows_of, policy, tiled)
+    count = max((first + rows for first, rows in logits_of), default=0)
     total = len(layout.ids)
     all_rows = not prefill and wanted[:count] == list(range(count)) and len(wanted) == total
     device = geometry.device
@@ -134,7 +133,7 @@ def build_inputs(
             policy,
         ),
         wanted=None if all_rows else torch.tensor(wanted, dtype=torch.int64, device=device),
-        head_pieces=tuple(_tiles(len(wanted), policy, tiled)),
+        head_pieces=tuple(head_pieces),
         logits_of=tuple(logits_of),
         rows_of=tuple(rows_of),
         turned_long=None if geometry.long_from is None else torch.tensor(layout.turned_long, device=device),
@@ -147,13 +146,30 @@ def _tiles(rows: int, policy: RowPolicy, tiled: bool) -> list[tuple[int, int]]:
 
 
 def _wanted(
-    spans: Sequence[Span], rows_of: Sequence[tuple[int, int]]
-) -> tuple[list[tuple[int, int]], list[int]]:
+    spans: Sequence[Span], rows_of: Sequence[tuple[int, int]], policy: RowPolicy, tiled: bool
+) -> tuple[list[tuple[int, int]], list[int], list[tuple[int, int]]]:
+    """Where each span's logits are, the rows they come from, and the head's products over them.
+
+    A prompt chunk that wants all its logits is a product of its own, as it is in the layers.
+    """
     wanted: list[int] = []
     logits_of = [(0, 0)] * len(spans)
-    for i in sorted(range(len(spans)), key=lambda i: rows_of[i]):
+    whole = {i for i, span in enumerate(spans) if span.prefill and span.want == "all"}
+    pieces: list[tuple[int, int]] = []
+
+    def take(i: int) -> None:
         first, width = rows_of[i]
-        take = {"all": width, "last": 1, "none": 0}[spans[i].want]
-        logits_of[i] = (len(wanted), take)
-        wanted += range(first + width - take, first + width)
-    return logits_of, wanted
+        rows = {"all": width, "last": 1, "none": 0}[spans[i].want]
+        logits_of[i] = (len(wanted), rows)
+        wanted.extend(range(first + width - rows, first + width))
+
+    for i in sorted(set(range(len(spans))) - whole, key=lambda i: rows_of[i]):
+        take(i)
+    wanted += [0] * (-len(wanted) % policy.multiple)
+    pieces += _tiles(len(wanted), policy, tiled)
+    for i in sorted(whole, key=lambda i: rows_of[i]):
+        first = len(wanted)
+        take(i)
+        wanted += [0] * (-len(wanted) % policy.multiple)
+        pieces.append((first, len(wanted)))
+    return logits_of, wanted, pieces
