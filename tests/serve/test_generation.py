@@ -168,7 +168,8 @@ def test_speculation_is_each_requests_own_in_one_batch(server: Running) -> None:
     """Asked side by side, each with another drafter: the texts of one seed agree and the counters tell them apart."""
     from concurrent.futures import ThreadPoolExecutor
 
-    specs = [{"draft": "none"}, {"draft": "suffix", "draft_length": 2}, {"draft": "ngram", "draft_length": 6}]
+    trees = {"draft": "suffix", "draft_length": 2, "tree_size": 6}
+    specs = [{"draft": "none"}, trees, {"draft": "ngram", "draft_length": 6}]
     body = LONG | {"temperature": 0.7, "seed": 5, "ignore_eos": True}
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda s: server.post("/v1/chat/completions", body | {"speculation": s}).json(), specs))

@@ -52,6 +52,8 @@ def error(response: Any) -> dict[str, Any]:
         ({"speculation": {"verify": "greedy"}}, "verify"),
         ({"speculation": {"draft": "none", "draft_length": 3}}, "speculation.draft_length"),
         ({"speculation": {"draft_length": -1}}, "speculation.draft_length"),
+        ({"speculation": {"draft": "ngram", "draft_length": 2, "tree_size": 4}}, "tree_size"),
+        ({"speculation": {"draft": "suffix", "draft_length": 4, "tree_size": 2}}, "tree_size"),
         ({"speculation": {"depth": 1}}, "speculation.depth"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),

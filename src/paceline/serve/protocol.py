@@ -50,6 +50,7 @@ class Speculation(Strict):
 
     draft: str | None = None
     draft_length: Annotated[int, Field(ge=0, le=128)] | Literal["auto"] | None = None
+    tree_size: Annotated[int, Field(ge=1, le=512)] | None = None
     verify: str | None = None
     tokens: bool = False
 
@@ -192,7 +193,9 @@ def draft_settings(asked: Speculation | None, default: DraftSettings, known: Col
     if drafter == "none" and length:
         text = "draft_length does nothing where nothing drafts; leave it out with draft: none"
         raise ApiError(400, text, param="speculation.draft_length", code="invalid_value")
-    return DraftSettings(drafter, length, asked.verify or default.verify)
+    same = asked.draft is None and asked.draft_length is None
+    tree_size = asked.tree_size if asked.tree_size is not None or not same else default.tree_size
+    return DraftSettings(drafter, length, asked.verify or default.verify, tree_size)
 
 
 def template_messages(messages: list[Message]) -> list[Mapping[str, Any]]:

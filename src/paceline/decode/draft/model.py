@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
+from paceline.decode.draft.model_tree import GrowingTree, WrittenTree, grow_trees
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
 from paceline.decode.verify.noise import Purpose, position_key
@@ -29,10 +30,11 @@ __all__ = ["ModelDrafter"]
 
 @dataclass(slots=True)
 class _State:
-    """`written` are the tokens whose keys and values lie in the slot, drafts included."""
+    """`written` are the tokens whose keys and values lie in the slot, drafts included; behind them those of `tree`."""
 
     slot: int
     written: list[int] = field(default_factory=list)
+    tree: WrittenTree | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class ModelDrafter:
         prefill_chunk: int = 512,
     ) -> None:
         self.name = name
-        self.needs = Needs(own_kv=True)
+        self.needs = Needs(own_kv=True, trees=True)
         self.model = model
         self.max_positions = max_positions
         self.cache = model.new_cache(slots, max_positions)
@@ -95,14 +97,30 @@ class ModelDrafter:
             state = self._states[view.key]
             room = self.max_positions - len(view.tokens)
             growing.append(_Growing(view, min(budget, room) if self._can_read(view, state) else 0, state))
-        active = [g for g in growing if g.budget > 0]
+        active = [g for g in growing if g.budget > 0 and g.view.tree_size is None]
         logits = self._catch_up(active)
         while active:
             self._extend(active, logits)
             active = [g for g in active if not g.stopped and len(g.drafts) < g.budget]
             if active:
                 logits = self._pass([(g, [g.drafts[-1]]) for g in active])
-        return [self._proposal(g) for g in growing]
+        trees = self._trees([g for g in growing if g.budget > 0 and g.view.tree_size is not None])
+        return [trees.get(g.view.key) or self._proposal(g) for g in growing]
+
+    def _trees(self, active: list[_Growing]) -> dict[int, Proposal]:
+        """By key: the proposals of sequences that asked for trees."""
+        trees = []
+        logits = self._catch_up(active)
+        for g in active:
+            assert g.view.tree_size is not None
+            ends = frozenset() if g.view.params.ignore_eos else self._stop_ids
+            trees.append(
+                GrowingTree(g.view, g.state.slot, g.budget, g.view.tree_size, self._limit(g.view), ends)
+            )
+        grow_trees(self.model, self.cache, trees, logits)
+        for g, tree in zip(active, trees, strict=True):
+            g.state.tree = tree.written
+        return {tree.view.key: tree.proposal(self.name) for tree in trees}
 
     def _can_read(self, view: SequenceView, state: _State) -> bool:
         """Whether the draft has an embedding for every token it has yet to see."""
@@ -118,6 +136,11 @@ class ModelDrafter:
         missing: list[tuple[_Growing, list[int]]] = []
         for g in active:
             known = _shared_length(g.state.written, g.view.tokens)
+            if g.state.tree is not None and known == len(g.state.written) < len(g.view.tokens):
+                ahead = g.state.tree.keep(self.cache, g.state.slot, g.view.tokens[known:-1])
+                g.state.written += ahead
+                known += len(ahead)
+            g.state.tree = None
             known = self.cache.resumable(g.state.slot, min(known, len(g.view.tokens) - 1))
             self.cache.truncate(g.state.slot, known)
             del g.state.written[known:]

@@ -31,6 +31,8 @@ __all__ = [
     "draw_by_definition",
     "greedy_tokens",
     "is_plain_greedy",
+    "leading_tokens",
+    "leading_tokens_greedy",
     "processed_logits",
     "to_probs",
 ]
@@ -58,6 +60,65 @@ def greedy_tokens(
     """
     top, tokens = argmax(logits[:, :vocab_size])
     return tokens.squeeze(1), top.squeeze(1) > -math.inf
+
+
+def leading_tokens_greedy(
+    logits: Tensor,  # [rows, width] of any number of sequences
+    vocab_size: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """`leading_tokens` for plain greedy sequences: the `count` most probable, with the model's own probabilities.
+
+    An unusable row has shares of 0.
+    """
+    return _leaders(logits[:, :vocab_size], count)
+
+
+def leading_tokens(
+    logits: Tensor,  # [rows, width] of one sequence
+    params: SamplingParams,
+    prefix: PrefixState,
+    paths: Paths,
+    keys: Tensor,  # [rows] int64, as for `draw`
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The first tokens of each row's race E / p, both [rows, count or the ids there are]: ids, and their shares.
+
+    The first is what `draw` gives. A share is p / E over the sum of p / E (at temperature 0 p over the sum, p from
+    the processed logits), 0 for a token that cannot be drawn. Without truncation the race is seen through its 64
+    most promising blocks: later tokens may miss one of another block. Raises RequestFailed.
+    """
+    real = _real_logits(logits, params, prefix, paths)
+    if params.greedy:
+        if not bool((real.amax(-1) > -math.inf).all()):
+            _fail(real, logits, prefix, paths)
+        return _leaders(real, count)
+    maxima = block_maxima(real)
+    real, maxima, top = _usable(real, maxima, logits, prefix, paths)
+    kept = kept_tokens(real, params, top, maxima)
+    if kept is None:
+        bounds = scaled(maxima, top, params.temperature) - block_minima(keys, maxima.shape[1]).log_()
+        ids, noise = block_members(keys, bounds.topk(min(64, bounds.shape[1]), dim=-1).indices)
+        scores = scaled(members(real, ids), top, params.temperature) - noise.log_()
+    else:
+        ids, keep = kept
+        scores = scaled(real.gather(1, ids), top, params.temperature) - exponential_noise(keys, ids).log_()
+        scores.masked_fill_(~keep, -math.inf)
+    shares, order = scores.softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
+    return _winner_first(ids.gather(1, order), draw(logits, params, prefix, paths, keys)), shares.float()
+
+
+def _leaders(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shares, ids = logits.float().softmax(-1).topk(min(count, logits.shape[1]), dim=-1)
+    return ids, shares.nan_to_num(0.0)
+
+
+def _winner_first(ids: Tensor, winners: Tensor) -> Tensor:
+    """`ids` [rows, n] with each row's winner in front: rounding and blocks not seen may have hidden it."""
+    for row in (ids[:, 0] != winners).nonzero().flatten().tolist():
+        rest = [token for token in ids[row].tolist() if token != winners[row]]
+        ids[row] = ids.new_tensor([int(winners[row]), *rest][: ids.shape[1]])
+    return ids
 
 
 def processed_logits(
