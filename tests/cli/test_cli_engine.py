@@ -36,7 +36,7 @@ def test_run_prints_one_json_object(model: str, tmp_path: Path, capsys: pytest.C
     value = json.loads(out)
     assert set(value) == {
         *("text", "token_ids", "finish_reason", "usage", "rounds", "acceptance_length", "tokens_per_round"),
-        *("drafted", "accepted", "seconds", "lossless_rule"),
+        *("drafted", "accepted", "seconds", "verify", "lossless_rule"),
     }
     assert value["usage"]["completion_tokens"] == len(value["token_ids"]) == 24
     assert value["finish_reason"] == "length" and value["lossless_rule"] is True
@@ -46,6 +46,28 @@ def test_run_prints_one_json_object(model: str, tmp_path: Path, capsys: pytest.C
     header, records = read_trace(trace)
     emitted = sum(r.emitted for r in records)
     assert emitted == 24 and header["model"] == model
+
+
+def test_every_output_of_a_relaxed_run_says_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = ["--verify", "relaxed", "--relaxed", "top:3,0.5", "--max-tokens", "8", "--ignore-eos"]
+    code, out, err = run(capsys, "run", model, "--prompt", "the cat", "--trace", str(trace), "--json", *options)
+    value = json.loads(out)
+    assert code == 0 and value["verify"] == "relaxed" and value["lossless_rule"] is False
+    assert "not exact" in err
+    header, records = read_trace(trace)
+    assert header["lossless"] is False and header["relaxed"] == "top:3,0.5"
+    assert {(r.verify, r.lossless) for r in records} == {("relaxed", False)}
+    assert "not exact (relaxed)" in run(capsys, "run", model, "--prompt", "the cat", *options)[2].splitlines()[-1]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "relaxed"])
+def test_every_rule_gives_the_greedy_text_at_temperature_0(
+    model: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-tokens", "24", "--ignore-eos", "--dtype", "float32"]
+    plain = run(capsys, "run", model, "--prompt", "the cat", "--draft", "none", *options)[1]
+    assert run(capsys, "run", model, "--prompt", "the cat", "--draft", "ngram", "--verify", rule, *options)[1] == plain
 
 
 def test_run_streams_text_and_keeps_words_off_stdout(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +96,7 @@ def test_chat_answers_until_it_is_told_to_leave(
     code, out, err = run(capsys, "chat", model, "--max-tokens", "6", "--ignore-eos", "--dtype", "float32")
     first, second = out.splitlines()[: len(out.splitlines()) // 2], out.splitlines()[len(out.splitlines()) // 2 :]
     assert code == 0 and first == second, "the same first message, greedily, has the same answer"
-    assert err.count("6 tokens") == 2
+    assert err.count("\n6 tokens, ") == 2
 
 
 def test_demo_says_what_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +121,10 @@ def test_mistakes_are_one_sentence(model: str, tmp_path: Path, capsys: pytest.Ca
         (["run", model, "--prompt", "x", "--draft", elsewhere], "cannot propose"),
         (["run", model, "--prompt", "x", "--draft", "ngrm"], "ngram"),
         (["run", model, "--prompt", "x", "--draft", "eagle3"], "eagle3"),
-        (["run", model, "--prompt", "x", "--verify", "block"], "block"),
+        (["run", model, "--prompt", "x", "--verify", "blok"], "blok"),
+        (["run", model, "--prompt", "x", "--relaxed", "typical"], "coupled"),
+        (["run", model, "--prompt", "x", "--verify", "relaxed", "--relaxed", "top:0,0.5"], "relaxed count"),
+        (["run", model, "--prompt", "x", "--verify", "relaxed", "--relaxed", "loose"], "typical:EPSILON,DELTA"),
         (["run", model, "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["run", model, "--prompt", "x", "--top-p", "7"], "top_p"),
         (["run", model, "--prompt", "x", "--max-tokens", "0"], "max_tokens"),

@@ -286,6 +286,7 @@ def test_proposals_carry_what_they_were_drawn_from() -> None:
     assert greedy.distribution == OneHot() and greedy.confidence is not None
     view.params = request([4], temperature=0.9, top_k=7).params
     view.prefix = PrefixState(view.tokens, view.params, VOCAB, frozenset())
+    view.verify = "rejection"
     (sampled,) = loop.drafter.propose([view], [3])
     assert isinstance(sampled.distribution, Dense)
     probs = sampled.distribution.probs

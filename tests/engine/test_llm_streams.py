@@ -13,6 +13,7 @@ import paceline.decode.model.llama as llama_module
 from paceline import LLM, SamplingParams
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.sequence import DraftSettings, Request
+from paceline.decode.verify.leniency import TopWithin, Typical
 from paceline.errors import InvalidParameter, ModelNotFound, UsageError
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -77,8 +78,14 @@ def test_what_cannot_run_is_refused(llm: LLM, tmp_path: Path) -> None:
         llm.generate("\udcff")
     with pytest.raises(ModelNotFound):
         LLM("x" * 300 + "/y" * 200)
-    with pytest.raises(UsageError, match="block"):
-        LLM(str(tmp_path / "never-read"), verify="block")
+    with pytest.raises(UsageError, match="'blok'"):
+        LLM(str(tmp_path / "never-read"), verify="blok")
+    with pytest.raises(InvalidParameter, match="under the rule 'block'"):
+        LLM(str(tmp_path / "never-read"), verify="block", relaxed=Typical())
+    with pytest.raises(InvalidParameter, match="under the rule 'coupled'"):
+        llm.generate("x", draft=DraftSettings(relaxed=TopWithin(2, 0.5)))
+    with pytest.raises(InvalidParameter, match="TopWithin"):
+        llm.generate("x", draft=DraftSettings(verify="relaxed", relaxed="top:2,0.5"))  # type: ignore[arg-type]
     assert not llm.engine.has_work
 
 

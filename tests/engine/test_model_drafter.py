@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from drafter_toys import Loop, table_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from toy import Lab, ToyModel, hashed, request
 
 from paceline.core.proposal import Dense, OneHot, Proposal
 from paceline.decode.draft.base import Drafter, SequenceView
+from paceline.decode.draft.draws import draft_key
 from paceline.decode.draft.model import ModelDrafter
+from paceline.decode.verify.noise import Purpose, exponential_noise, position_key
 from paceline.decode.verify.prefix import PrefixState
 
 VOCAB = 384
@@ -190,24 +193,47 @@ def test_mixed_batch_with_another_model(lab: Lab, temperature: float) -> None:
     assert sum(r.proposed for r in lab.records if r.drafter == "small") > 0
 
 
-def test_proposals_carry_what_they_were_drawn_from() -> None:
+def sampling_view(key: int, rule: str, tokens: list[int] | None = None) -> SequenceView:
+    params = request([4], temperature=0.9, top_k=7).params
+    view = SequenceView(key, tokens or [4, 5, 6], 3, params, noise_key=99, verify=rule)
+    view.prefix = PrefixState([4, 5, 6], params, VOCAB, frozenset())
+    return view
+
+
+def test_greedy_drafts_are_certain() -> None:
     made = drafter()
     loop = ModelLoop(made, lambda text: 0)
-    view = loop.begin(0, [4, 5, 6])
-    (greedy,) = made.propose([view], [3])
+    (greedy,) = made.propose([loop.begin(0, [4, 5, 6])], [3])
     assert greedy.distribution == OneHot() and greedy.confidence is not None
     assert all(0 < c <= 1 for c in greedy.confidence)
     loop.end(0)
-    ask = request([4, 5, 6], temperature=0.9, top_k=7)
-    sampled = SequenceView(1, [4, 5, 6], 3, ask.params, noise_key=99)
-    sampled.prefix = PrefixState([4, 5, 6], ask.params, VOCAB, frozenset())
-    made.begin(sampled)
-    (proposal,) = made.propose([sampled], [3])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_proposals_carry_what_they_were_drawn_from(rule: str) -> None:
+    """Each draft is the draw from its own row by noise for drafts alone, new in every round."""
+    made, view = drafter(), sampling_view(1, rule)
+    made.begin(view)
+    (proposal,) = made.propose([view], [3])
     assert isinstance(proposal.distribution, Dense)
     probs = proposal.distribution.probs
     assert probs.shape == (3, VOCAB) and ((probs > 0).sum(1) == 7).all()
-    assert all(probs[i, token] > 0 for i, token in enumerate(proposal.tokens))
-    made.end(sampled)
+    for i, token in enumerate(proposal.tokens):
+        key = torch.tensor([position_key(99, 3 + i, Purpose.DRAFT, 3)])
+        assert int((exponential_noise(key, torch.arange(VOCAB))[0] / probs[i]).argmin()) == token
+    made.end(view)
+
+
+def test_under_coupled_drafts_share_the_targets_noise_and_carry_nothing() -> None:
+    made, view = drafter(), sampling_view(1, "coupled")
+    made.begin(view)
+    (proposal,) = made.propose([view], [3])
+    assert proposal.distribution == OneHot()
+    own = sampling_view(2, "rejection")
+    assert draft_key(view, 3) == position_key(99, 3, Purpose.TARGET) != draft_key(own, 3)
+    later = sampling_view(3, "rejection", [4, 5, 6, 7])
+    assert draft_key(later, 4) != draft_key(own, 4), "noise of another round"
+    made.end(view)
 
 
 def test_drafting_ends_behind_end_of_text(lab: Lab) -> None:

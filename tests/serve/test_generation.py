@@ -178,6 +178,16 @@ def test_speculation_is_each_requests_own_in_one_batch(server: Running) -> None:
     assert answers[0]["usage"]["speculation"]["drafted"] == 0
 
 
+def test_what_is_not_exact_says_so(server: Running) -> None:
+    body = LONG | {"temperature": 0.7, "seed": 5, "ignore_eos": True}
+    for rule in ("rejection", "relaxed"):
+        asked = body | {"speculation": {"draft": "ngram", "verify": rule}}
+        told = server.post("/v1/chat/completions", asked).json()["usage"]["speculation"]
+        assert (told["verify"], told["lossless"]) == (rule, rule == "rejection")
+    lines = server.http.get("/metrics").text.splitlines()
+    assert any(line.startswith("paceline_lossy_tokens_total ") and float(line.split()[1]) >= 59 for line in lines)
+
+
 def test_models_and_tokens(server: Running) -> None:
     assert [m.id for m in server.client().models.list()] == [NAME]
     assert server.client().models.retrieve(NAME).id == NAME

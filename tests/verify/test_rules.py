@@ -1,4 +1,4 @@
-"""Walks and the two rules: against their twins, and proved lossless by exact enumeration.
+"""Walks, `greedy` and `coupled`: against their twins, and proved lossless by exact enumeration.
 
 The enumeration is in rational numbers. With noise shared by target and drafter, the chance that the target
 draws i while the drafter draws j has a closed form (`shared_law`): the race of exponentials seen by both.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import verify_twins as twins
+from enumeration import Law, Models, Row, extend, row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,6 @@ from paceline.decode.verify.greedy import verify_greedy
 from paceline.decode.verify.noise import Purpose, exponential_noise, position_keys
 from paceline.decode.verify.rules import RULES, get_rule, row_paths, row_positions, walk
 from paceline.errors import UsageError
-
-Row = tuple[Fraction, ...]
-Law = dict[tuple[int, ...], Fraction]
 
 
 @st.composite
@@ -83,13 +81,9 @@ def test_rules_equal_their_twins(proposal: Proposal, seed: int) -> None:
     assert torch.equal(probs, before)
 
 
-def test_rules_are_named_and_those_not_built_are_refused() -> None:
-    assert get_rule("coupled").lossless and get_rule("greedy").lossless
-    assert not RULES["relaxed"].lossless
-    for name in ("rejection", "block", "relaxed"):
-        with pytest.raises(UsageError, match=f"{name}.*not built yet.*coupled, greedy"):
-            get_rule(name)
-    with pytest.raises(UsageError, match="'typical'; allowed: coupled, greedy"):
+def test_rules_are_named_and_unknown_ones_refused() -> None:
+    assert [rule.name for rule in RULES.values() if not rule.lossless] == ["relaxed"]
+    with pytest.raises(UsageError, match="'typical'; allowed: coupled, greedy, rejection, block, relaxed"):
         get_rule("typical")
 
 
@@ -130,10 +124,6 @@ def shared_law(p: Row, q: Row) -> dict[tuple[int, int], Fraction]:
     return law
 
 
-def row_of(weights: Sequence[int]) -> Row:
-    return tuple(Fraction(w, sum(weights)) for w in weights)
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=4))
 def test_the_shared_law_has_both_marginals(weights: list[tuple[int, int]]) -> None:
     left, right = [a for a, _ in weights], [b for _, b in weights]
@@ -159,46 +149,6 @@ def test_the_shared_law_is_that_of_the_noise() -> None:
     seen = law > 0
     assert counts[~seen].sum() == 0
     assert stats.chisquare(counts[seen], law[seen] * 100_000).pvalue > 1e-4
-
-
-class Models:
-    """Target and drafter over a tiny vocabulary: a row for each context, rational, some entries zero."""
-
-    def __init__(self, vocab: int, seed: int) -> None:
-        self.vocab, self.seed = vocab, seed
-
-    def row(self, who: str, context: tuple[int, ...]) -> Row:
-        generator = np.random.default_rng([self.seed, len(who), *context, len(context)])
-        weights = generator.integers(0, 6, self.vocab)
-        weights[generator.integers(self.vocab)] += 1
-        return row_of(weights.tolist())
-
-    def target_law(self, length: int) -> Law:
-        law: Law = {(): Fraction(1)}
-        for _ in range(length):
-            law = {
-                (*text, token): weight * chance
-                for text, weight in law.items()
-                for token, chance in enumerate(self.row("target", text))
-                if chance > 0
-            }
-        return law
-
-
-def extend(models: Models, law: Law, length: int) -> Law:
-    """Every text made `length` tokens long by the target itself."""
-    result: Law = defaultdict(Fraction)
-    for text, weight in law.items():
-        pending = {text: weight}
-        while pending:
-            known, w = pending.popitem()
-            if len(known) >= length:
-                result[known[:length]] += w
-                continue
-            for token, chance in enumerate(models.row("target", known)):
-                if chance > 0:
-                    pending[(*known, token)] = w * chance
-    return dict(result)
 
 
 Judge = Callable[[Proposal, list[int]], Verdict]

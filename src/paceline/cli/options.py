@@ -86,7 +86,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--verify",
         default="coupled",
         metavar="RULE",
-        help="acceptance rule: coupled (default) or, at temperature 0, greedy; others are planned",
+        help="acceptance rule: coupled (default), greedy (at temperature 0), rejection, block, or relaxed (not exact)",
+    )
+    group.add_argument(
+        "--relaxed",
+        metavar="HOW",
+        help="with --verify relaxed: typical:EPSILON,DELTA (default typical:0.09,0.3) or top:COUNT,MARGIN",
     )
     group.add_argument(
         "--deterministic", action="store_true", help="rows independent in passes of any size (costs speed)"
@@ -135,6 +140,7 @@ def build_llm(
     """The model and its drafters as asked for; says on stderr what `auto` picked."""
     require_engine()
     from paceline.decode.llm import LLM
+    from paceline.decode.verify.leniency import parse_leniency
 
     llm = LLM(
         args.model,
@@ -142,6 +148,7 @@ def build_llm(
         draft_length=args.draft_length,
         tree_size=args.tree_size,
         verify=args.verify,
+        relaxed=None if args.relaxed is None else parse_leniency(args.relaxed),
         dtype=args.dtype,
         draft_dtype=args.draft_dtype,
         device=args.device,
@@ -158,6 +165,8 @@ def build_llm(
         print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
     picked = f"{dtype} on {llm.device}, loaded in {llm.load_s:.1f} s"
     say(f"{args.model}: {picked}; drafter: {llm.defaults.drafter}")
+    if llm.defaults.verify == "relaxed":
+        say("--verify relaxed is not exact: the text does not have the target's own distribution")
     return llm
 
 
@@ -179,7 +188,7 @@ def speed_line(done: Completion) -> str:
     line = f"{len(done.token_ids)} tokens, {speed:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
     if stats.acceptance_length is not None:
         line += f", AL {stats.acceptance_length:.2f} ({stats.accepted} of {stats.drafted} drafts accepted)"
-    return line
+    return line if done.lossless else f"{line}; not exact ({done.verify})"
 
 
 def numbers(name: str, text: str, low: float = 0.0, whole: bool = False) -> list[float]:

@@ -58,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def result(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     """The object of --json."""
-    from paceline.decode.verify.rules import get_rule
-
     done = output.completions[0]
     stats = done.stats
     return {
@@ -76,7 +74,8 @@ def result(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "seconds": {"load": llm.load_s, "prefill": stats.prefill_s, "decode": stats.decode_s},
-        "lossless_rule": get_rule(llm.defaults.verify).lossless,
+        "verify": done.verify,
+        "lossless_rule": done.lossless,
     }
 
 

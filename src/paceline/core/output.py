@@ -71,7 +71,10 @@ class Delta:
 
 @dataclass(slots=True)
 class Completion:
-    """One choice, finished."""
+    """One choice, finished.
+
+    verify, lossless   the acceptance rule, and whether the text has the target's own distribution under it
+    """
 
     index: int
     text: str
@@ -80,6 +83,8 @@ class Completion:
     stats: DecodeStats
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    verify: str = "coupled"
+    lossless: bool = True
 
 
 @dataclass(slots=True)
@@ -97,3 +102,8 @@ class RequestOutput:
     @property
     def text(self) -> str:
         return self.completions[0].text
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every choice has the target's own distribution."""
+        return all(completion.lossless for completion in self.completions)

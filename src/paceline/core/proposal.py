@@ -2,7 +2,11 @@
 
 A proposal is a tree of tokens; a chain is the tree in which every node hangs on the one before it. It carries
 the exact distribution each token was drawn from, because `rejection` and `block` divide by it (a drafter that
-reports another one biases the output: cases SD-08 and SD-09).
+reports another one biases the output: cases SD-08 and SD-09). Rules under which drafts share the target's noise do
+not look at it, and `OneHot` stands there.
+
+Siblings that were sampled are drawn without replacement, in the order listed; the row of a later one may leave its
+earlier siblings in or out, the rule takes them out and scales the rest.
 
     draft        a token of a proposal
     accepted     a draft that verification kept
@@ -35,7 +39,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Row i is a distribution over the listed ids, zero elsewhere."""
+    """Row i is a distribution over the listed ids, no id twice, zero elsewhere."""
 
     ids: Any  # [nodes, support] int
     probs: Any  # [nodes, support] float; rows sum to 1

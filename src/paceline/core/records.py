@@ -37,6 +37,7 @@ class StepRecord:
                       where a block failed and is tried again without drafts
     confidence        the drafter's own acceptance estimates by position of a chain, where it has them
     tree_size         nodes of a proposal that branches; None for a chain
+    verify, lossless  the acceptance rule, and whether the text keeps the target's distribution under it
     draft_s, verify_s, other_s   seconds of the whole round spent drafting, in the target pass, elsewhere
     """
 
@@ -58,6 +59,8 @@ class StepRecord:
     temperature: float = 0.0
     confidence: tuple[float, ...] | None = None
     tree_size: int | None = None
+    verify: str = "coupled"
+    lossless: bool = True
 
 
 class TraceWriter:

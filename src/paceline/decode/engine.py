@@ -36,6 +36,7 @@ from paceline.decode.model.step import Span, StepInputs, build_inputs
 from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, score_prompt, write_records
 from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
 from paceline.decode.stopping import StopChecker, TextPieces
+from paceline.decode.verify.leniency import check_leniency
 from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
 from paceline.decode.verify.rules import get_rule
@@ -432,7 +433,8 @@ class Engine:
         settings = request.draft
         get_rule(settings.verify)
         if settings.verify == "greedy" and not request.params.greedy:
-            raise InvalidParameter("verify", "greedy", "coupled where the temperature is above 0")
+            raise InvalidParameter("verify", "greedy", "any other rule where the temperature is above 0")
+        check_leniency(settings.verify, settings.relaxed)
         if settings.drafter != "none" and settings.drafter not in self.drafters.drafters:
             known = ", ".join(["none", *self.drafters.drafters])
             raise InvalidParameter("drafter", settings.drafter, f"one of {known}")
@@ -457,6 +459,7 @@ class Engine:
             prefix=prefix,
             limit=limit,
             tree_size=request.draft.tree_size,
+            verify=request.draft.verify,
         )
         stop = StopChecker(params, self.eos_token_ids, limit - len(request.prompt), self._new_pieces)
         return Sequence(request, choice, view, prefix, stop, limit, noise)

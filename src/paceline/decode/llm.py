@@ -24,6 +24,7 @@ from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, loa
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, check_tree_size
+from paceline.decode.verify.leniency import Leniency, check_leniency
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
 
@@ -42,7 +43,8 @@ class LLM:
                   layers), `model:PATH` (a bare path or id too)
     draft_length  draft tokens a round; None lets the drafter choose
     tree_size     draft tokens a round in all where proposals branch, draft_length on the longest path; None: chains
-    verify        acceptance rule
+    verify        acceptance rule: coupled, greedy, rejection, block, or relaxed (not exact)
+    relaxed       what `relaxed` takes for likely enough; typical acceptance where None
     dtype         float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32
     draft_dtype   of a draft model; the target's where None
     threads       CPU threads; PyTorch's own choice where None
@@ -63,6 +65,7 @@ class LLM:
         draft_length: int | None = None,
         tree_size: int | None = None,
         verify: str = "coupled",
+        relaxed: Leniency | None = None,
         dtype: str = "auto",
         draft_dtype: str | None = None,
         device: str = "auto",
@@ -77,6 +80,7 @@ class LLM:
         began = time.perf_counter()
         specs = parse_drafts([draft] if isinstance(draft, str) else draft)
         get_rule(verify)
+        check_leniency(verify, relaxed)
         _check_whole("draft_length", draft_length, 0)
         _check_whole("threads", threads, 1)
         _check_whole("max_context", max_context, 2)
@@ -107,7 +111,7 @@ class LLM:
             load=lambda spec: self._load_draft(spec, drafting, progress),
             stop_ids=self.checkpoint.eos_token_ids,
         )
-        self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size)
+        self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size, relaxed)
         check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))
         self.trace = self._open_trace(trace, model)
         self.engine = Engine(
@@ -254,6 +258,8 @@ class LLM:
                 "draft_length": self.defaults.draft_length,
                 "tree_size": self.defaults.tree_size,
                 "verify": self.defaults.verify,
+                "relaxed": None if self.defaults.relaxed is None else str(self.defaults.relaxed),
+                "lossless": get_rule(self.defaults.verify).lossless,
                 "threads": torch.get_num_threads(),
             },
         )
@@ -336,6 +342,8 @@ def completion(sequence: Sequence) -> Completion:
         stats=sequence.stats,
         logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
         error=sequence.error,
+        verify=sequence.request.draft.verify,
+        lossless=get_rule(sequence.request.draft.verify).lossless,
     )
 
 

@@ -14,6 +14,7 @@ from paceline.core.proposal import Proposal, Verdict
 from paceline.core.records import StepRecord
 from paceline.decode.sequence import Sequence
 from paceline.decode.verify.logprobs import token_logprobs
+from paceline.decode.verify.rules import RULES
 from paceline.errors import RequestFailed
 
 __all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "score_prompt", "write_records"]
@@ -171,5 +172,7 @@ def write_records(
                 temperature=sequence.request.params.temperature,
                 confidence=outcome.proposal.confidence if outcome.proposal.is_chain else None,
                 tree_size=None if outcome.proposal.is_chain else len(outcome.proposal),
+                verify=sequence.request.draft.verify,
+                lossless=RULES[sequence.request.draft.verify].lossless,
             )
         )

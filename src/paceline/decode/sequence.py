@@ -9,7 +9,9 @@ from paceline.core.output import DecodeStats, TokenLogprob
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter, SequenceView
 from paceline.decode.stopping import StopChecker
+from paceline.decode.verify.leniency import Leniency
 from paceline.decode.verify.prefix import PrefixState
+from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter
 
 __all__ = ["DraftSettings", "Phase", "Request", "Sequence", "check_tree_size"]
@@ -23,12 +25,14 @@ class DraftSettings:
     draft_length   tokens a round at most; None leaves the choice to the drafter ("auto")
     verify         acceptance rule
     tree_size      draft tokens a round in all, where proposals may branch; None drafts chains
+    relaxed        what `relaxed` takes for likely enough; None is its default, and nothing else goes with other rules
     """
 
     drafter: str = "none"
     draft_length: int | None = None
     verify: str = "coupled"
     tree_size: int | None = None
+    relaxed: Leniency | None = None
 
 
 def check_tree_size(settings: DraftSettings, drafter: Drafter | None) -> None:
@@ -46,8 +50,9 @@ def check_tree_size(settings: DraftSettings, drafter: Drafter | None) -> None:
         raise InvalidParameter("tree_size", size, "nothing unless draft_length fixes the longest path")
     if size < length:
         raise InvalidParameter("tree_size", size, f"at least draft_length ({length})")
-    if settings.verify not in ("coupled", "greedy"):
-        raise InvalidParameter("tree_size", size, f"nothing under {settings.verify}", "Use coupled or greedy.")
+    if not get_rule(settings.verify).length_may_see_drafts and (drafter.needs.own_kv or drafter.needs.shares_target):
+        allowed = f"nothing under {settings.verify} where {settings.drafter} drafts: the shape depends on what it drew"
+        raise InvalidParameter("tree_size", size, allowed, "Use coupled, or `suffix`.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Metrics:
         r = self.registry
         self._prompt = Counter("paceline_prompt_tokens", "Prompt tokens computed", registry=r)
         self._generated = Counter("paceline_generation_tokens", "Tokens emitted", registry=r)
+        self._lossy = Counter("paceline_lossy_tokens", "Tokens emitted under a rule that is not exact", registry=r)
         self._ended = Counter("paceline_request_success", "Choices ended, by reason", ["finished_reason"], registry=r)
         self._refused = Counter("paceline_request_refused", "Requests refused, by HTTP status", ["status"], registry=r)
         self._first = Histogram(
@@ -92,6 +93,7 @@ class Metrics:
                 self._parts.labels(part).inc(max(seconds, 0.0))
         self._rounds.labels(record.kind).inc()
         self._generated.inc(record.emitted)
+        self._lossy.inc(0 if record.lossless else record.emitted)
         if record.kind != "verify":
             return
         self._drafts.labels(record.drafter).inc()

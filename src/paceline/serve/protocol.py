@@ -195,7 +195,8 @@ def draft_settings(asked: Speculation | None, default: DraftSettings, known: Col
         raise ApiError(400, text, param="speculation.draft_length", code="invalid_value")
     same = asked.draft is None and asked.draft_length is None
     tree_size = asked.tree_size if asked.tree_size is not None or not same else default.tree_size
-    return DraftSettings(drafter, length, asked.verify or default.verify, tree_size)
+    rule = asked.verify or default.verify
+    return DraftSettings(drafter, length, rule, tree_size, default.relaxed if rule == "relaxed" else None)
 
 
 def template_messages(messages: list[Message]) -> list[Mapping[str, Any]]:

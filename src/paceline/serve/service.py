@@ -17,6 +17,7 @@ from paceline.core.output import Delta
 from paceline.core.sampling import SamplingParams
 from paceline.decode.llm import LLM
 from paceline.decode.sequence import DraftSettings, Request
+from paceline.decode.verify.rules import get_rule
 from paceline.errors import RequestFailed, UsageError
 from paceline.serve.errors import ApiError
 from paceline.serve.metrics import Metrics
@@ -162,12 +163,15 @@ class Answer:
         completion = 0 if self._mute else sum(len(s.output) for s in sequences)
         rounds = sum(s.stats.draft_rounds for s in sequences)
         emitted = sum(s.stats.emitted_in_draft_rounds for s in sequences)
+        settings = jobs[0].request.draft
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "speculation": {
-                "drafter": jobs[0].request.draft.drafter,
+                "drafter": settings.drafter,
+                "verify": settings.verify,
+                "lossless": get_rule(settings.verify).lossless,
                 "rounds": sum(s.stats.rounds for s in sequences),
                 "draft_rounds": rounds,
                 "drafted": sum(s.stats.drafted for s in sequences),

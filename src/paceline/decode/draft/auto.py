@@ -13,7 +13,7 @@ sequence has cost. A trial that is accepted loses nothing and so is soon repeate
 Exactness: draft length and drafter depend on drafted tokens (through their confidence) and on all that was
 seen. Under `coupled` and greedy verification that cannot bias the output. Under `rejection` and `block` it is
 allowed only for one-hot proposals whose length depends on committed tokens, which holds for the model-free
-candidates.
+candidates; what a costly candidate has drafted is then verified whole (`Rule.length_may_see_drafts`).
 
 State moves in `observe` alone; `propose` leaves a note of what it handed over, for `observe` to score.
 """
@@ -181,7 +181,9 @@ class AutoDrafter:
                 proposals = candidate.drafter.propose([views[i] for i in asked], lengths)
                 for i, proposal in zip(asked, proposals, strict=True):
                     previews[i] = {**previews[i], index: proposal}  # learn from all of it, cut or not
-                    handed[i] = self._refine(states[i].tracks[index], proposal, choices[i])
+                    if views[i].rule.length_may_see_drafts:
+                        proposal = self._refine(states[i].tracks[index], proposal, choices[i])
+                    handed[i] = proposal
         for i, state in enumerate(states):
             state.note = _Note(state.seen, budgets[i], previews[i], choices[i], handed[i])
         return handed

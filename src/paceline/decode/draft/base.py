@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.core.sampling import SamplingParams
+from paceline.decode.verify.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from paceline.decode.cache import KVCache
@@ -63,6 +64,7 @@ class SequenceView:
     params     sampling options: draft under the same ones
     noise_key  key of the request's noise, for drafters that draw with it (see `verify/noise.py`)
     tenant     pools are shared inside one tenant only
+    verify     name of the acceptance rule: how drafts are drawn and what a length may depend on (`rule`)
     prefix     the committed prefix as sampling options see it (`verify/prefix.py`), for drafters that draw
     tree_size  draft tokens of a proposal in all, where it may branch; None asks for a chain
     hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
@@ -81,6 +83,11 @@ class SequenceView:
     hidden: dict[int, Any] = field(default_factory=dict)
     slot: int | None = None
     limit: int = 0
+    verify: str = "coupled"
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.verify]
 
 
 @runtime_checkable

@@ -1,9 +1,10 @@
 """A smaller model of the same vocabulary drafts, token by token.
 
 Its own KV cache follows the committed tokens lazily: before it drafts, the tokens it has not seen yet are run in
-one pass. What it wrote for its own drafts is kept as far as it turns out to be committed. Drafts are drawn with
-the target's noise at the same absolute positions (`coupled`; at temperature 0 that is the argmax), under all
-sampling options of the request and the prefix at that very position.
+one pass. What it wrote for its own drafts is kept as far as it turns out to be committed. Drafts are drawn under
+all sampling options of the request and the prefix at that very position, with the noise that the acceptance rule
+wants (`draws.py`): the target's under `coupled`; noise of their own under `rejection` and `block`, and then the
+proposal says what each was drawn from. At temperature 0 they are the argmax.
 
 Past its own maximum length, or after a token it has no embedding for, it proposes nothing, for that sequence alone.
 """
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
+from paceline.decode.draft.draws import draft_key, reports_probs
 from paceline.decode.draft.model_tree import GrowingTree, WrittenTree, grow_trees
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
-from paceline.decode.verify.noise import Purpose, position_key
 from paceline.decode.verify.probabilities import draw, greedy_tokens, is_plain_greedy, to_probs
 from paceline.errors import RequestFailed
 
@@ -56,7 +57,7 @@ class ModelDrafter:
     model          weights of the draft
     max_positions  its context; it stays silent where a draft would lie past it
     slots          sequences it can follow at once, the engine's batch
-    stop_ids       drafting ends behind these (end-of-text): nothing can follow
+    stop_ids       drafting ends behind these (end-of-text): nothing can follow (unbiased, see `verify/rules.py`)
     """
 
     def __init__(
@@ -190,12 +191,12 @@ class ModelDrafter:
     def _draw(self, g: _Growing, logits: Tensor) -> int | None:
         """A draft under the request's options; None where the draft's logits allow no token."""
         view, path = g.view, [list(g.drafts)]
-        key = position_key(view.noise_key, len(view.tokens) + len(g.drafts), Purpose.TARGET)
+        key = draft_key(view, len(view.tokens) + len(g.drafts))
         try:
             token = draw(logits, view.params, view.prefix, path, torch.tensor([key], device=logits.device))
         except RequestFailed:
             return None
-        if not view.params.greedy:
+        if reports_probs(view):
             g.probs.append(to_probs(logits, view.params, view.prefix, path))
         return int(token[0])
 

@@ -12,6 +12,18 @@ not import torch. Rows of a verify pass: row 0 follows the last committed token,
 Under `greedy` and `coupled` the target's draw at a position does not depend on the proposal, and a draft is
 kept while it equals that draw. So the emitted text is a function of the target and its noise alone: whatever
 the drafter proposes, and however far, only the number of rounds changes.
+
+Under `rejection` and `block` the text has the target's law and depends on the drafts. They weigh a draft against
+the distribution it was drawn from, so that one has to be reported exactly, and drafts have noise of their own.
+
+What a draft's length may depend on under these two: on committed tokens, and on the drafts before its end and
+what was computed of them. A drafter may stop behind any token it has drafted, because of that token. Nobody may
+cut drafts once they are drawn, or choose among drafters, having seen them: that picks by value what the test
+takes for drawn. (For both rules the proof goes node by node: whether a node has a child may be any function of
+the path to it; `tests/verify/test_rules_exact.py` enumerates it.) The shape of a tree is settled before it is
+drawn. Drafts that were certain (one-hot) may be cut by anything that was known when the round began.
+
+At temperature 0 every rule is the walk along the target's argmax.
 """
 
 from __future__ import annotations
@@ -27,39 +39,38 @@ __all__ = ["RULES", "Rule", "get_rule", "row_paths", "row_positions", "walk"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. `lossless`: the output has the target's own distribution. `available`: it is built."""
+    """One rule.
+
+    lossless                 the output has the target's own distribution
+    shares_noise             drafts are drawn with the target's noise, and what they were drawn from is not looked
+                             at; else with noise of their own, and every draft comes with its distribution
+    length_may_see_drafts    sampled drafts may be cut or chosen having seen them (see the module's docstring)
+    """
 
     name: str
     description: str
     lossless: bool
-    available: bool
+    shares_noise: bool
+    length_may_see_drafts: bool
 
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule(
-            "coupled",
-            "same seed, same text, whatever the drafter, the draft length and the batch",
-            True,
-            True,
-        ),
-        Rule("greedy", "what coupled is at temperature 0: drafts that equal the target's argmax", True, True),
-        Rule("rejection", "accept with min(1, p/q), else draw from the rest (arXiv 2211.17192)", True, False),
-        Rule("block", "accept drafts jointly, for longer runs (arXiv 2403.10444)", True, False),
-        Rule("relaxed", "accept any draft the target finds likely enough; not exact", False, False),
+        Rule("coupled", "same seed, same text, whatever the drafter, the draft length and the batch", True, True, True),
+        Rule("greedy", "what coupled is at temperature 0: drafts that equal the target's argmax", True, True, True),
+        Rule("rejection", "accept with min(1, p/q), else draw from the rest (arXiv 2211.17192)", True, False, False),
+        Rule("block", "accept drafts jointly, for longer runs (arXiv 2403.10444)", True, False, False),
+        Rule("relaxed", "as coupled, and any draft the target finds likely enough; not exact", False, True, True),
     )
 }
 
 
 def get_rule(name: str) -> Rule:
-    """The rule of that name, ready to use; raises UsageError where it is unknown or not built yet."""
-    ready = ", ".join(rule.name for rule in RULES.values() if rule.available)
+    """The rule of that name; raises UsageError where there is none."""
     rule = RULES.get(name)
     if rule is None:
-        raise UsageError(f"the acceptance rule is {name!r}; allowed: {ready}. Choose one of these.")
-    if not rule.available:
-        raise UsageError(f"the acceptance rule {name!r} is planned and not built yet; allowed: {ready}.")
+        raise UsageError(f"the acceptance rule is {name!r}; allowed: {', '.join(RULES)}. Choose one of these.")
     return rule
 
 
