@@ -44,7 +44,7 @@ from paceline.bench.reference import Reference
 from paceline.bench.results import ResultFile
 from paceline.bench.workloads import load_workload
 from paceline.core.output import Completion
-from paceline.decode.draft.build import build_drafters, parse_drafts
+from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.model.checkpoint import inspect_checkpoint, load_checkpoint
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import RequestFailed, UsageError
@@ -222,7 +222,7 @@ def add_drafters(llm: LLM) -> None:
         llm.engine.model,
         max_batch=llm.engine.options.max_batch,
         max_draft=llm.engine.options.max_draft,
-        load=lambda _: (llm.checkpoint, llm.engine.model),
+        load=lambda _: DraftModel(llm.checkpoint, llm.engine.model),
     )
     llm.draft_set.drafters.update(more.drafters)
     llm.draft_set.choosers.update(more.choosers)

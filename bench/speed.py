@@ -39,9 +39,8 @@ from paceline.bench.speed_report import arm_table, looping_prompts, partings, ra
 from paceline.bench.workloads import KINDS, WorkloadPrompt, load_workload
 from paceline.core.output import Completion
 from paceline.core.records import StepRecord
-from paceline.decode.draft.build import build_drafters, parse_drafts
-from paceline.decode.model.base import TargetModel
-from paceline.decode.model.checkpoint import Checkpoint, load_checkpoint
+from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
+from paceline.decode.model.checkpoint import load_checkpoint
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter, RequestFailed, UsageError
 
@@ -196,7 +195,7 @@ def split_auto(llm: LLM) -> None:
         known["auto"] = fresh["auto"]
 
 
-def _no_model(spec: str) -> tuple[Checkpoint, TargetModel]:
+def _no_model(spec: str) -> DraftModel:
     raise AssertionError(f"the model-free drafters asked for the model {spec}")
 
 

@@ -97,11 +97,19 @@ def test_ids_one_of_them_lacks_are_no_conflict() -> None:
     assert "2 ids only the target has are never proposed" in text
 
 
-def test_another_text_under_one_id_is_refused_with_the_overlap() -> None:
+def test_another_text_under_one_id_is_translated() -> None:
     target, draft = info("t", words("a", "b", "c", "d")), info("d", words("a", "b", "d", "c"))
-    with pytest.raises(
-        IncompatibleDraft, match=r"2 ids mean another text, 50\.0%.*id 2 is 'c' and 'd'"
-    ) as caught:
+    translation = check_draft_vocabulary(target, draft)
+    assert translation is not None and translation.pairs == ((0, 0), (1, 1), (2, 3), (3, 2))
+    level, text = topics(examine_pair(target, draft, LOAD, 1 << 40))["vocabulary"]
+    assert level is Level.WARN
+    assert "2 ids mean another text: id 2 is 'c' and 'd'" in text
+    assert "4 tokens mean the same in both: 100.0% of the target's vocabulary" in text
+
+
+def test_vocabularies_that_hardly_overlap_are_refused_with_the_overlap() -> None:
+    target, draft = info("t", words("a", "e", "i", "t")), info("d", words("w", "a", "x", "z"))
+    with pytest.raises(IncompatibleDraft, match=r"1 tokens mean the same.*25\.0%.*sample") as caught:
         check_draft_vocabulary(target, draft)
     assert "ngram" in str(caught.value)
     report = examine_pair(target, draft, LOAD, 1 << 40)

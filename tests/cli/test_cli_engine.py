@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import save_folder, tiny_backend, tiny_model, write_gguf
+from tiny_models import MARKERS, save_folder, tiny_backend, tiny_model, write_gguf
 
 from paceline.cli import main
 from paceline.core.records import read_trace
@@ -110,7 +110,7 @@ def test_mistakes_are_one_sentence(model: str, tmp_path: Path, capsys: pytest.Ca
     whole = (tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty").mkdir()
-    elsewhere = str(save_folder(tmp_path / "other", tiny_model(seed=1), _shuffled_backend()))
+    elsewhere = str(save_folder(tmp_path / "other", tiny_model(seed=1), _foreign_backend()))
     long = "the cat " * 3000
     cases: list[tuple[list[str], str]] = [
         (["run", str(tmp_path / "no.gguf"), "--prompt", "x"], "no.gguf"),
@@ -118,7 +118,8 @@ def test_mistakes_are_one_sentence(model: str, tmp_path: Path, capsys: pytest.Ca
         (["run", str(tmp_path / "empty"), "--prompt", "x"], "empty"),
         (["run", model, "--prompt", long], "context"),
         (["run", model, "--prompt", ""], "empty"),
-        (["run", model, "--prompt", "x", "--draft", elsewhere], "cannot propose"),
+        (["run", model, "--prompt", "x", "--draft", elsewhere], "too few of its tokens"),
+        (["run", model, "--prompt", "x", "--draft", "layer-skip:2"], "exit layer"),
         (["run", model, "--prompt", "x", "--draft", "ngrm"], "ngram"),
         (["run", model, "--prompt", "x", "--draft", "eagle3"], "eagle3"),
         (["run", model, "--prompt", "x", "--verify", "blok"], "blok"),
@@ -143,6 +144,16 @@ def test_mistakes_are_one_sentence(model: str, tmp_path: Path, capsys: pytest.Ca
         assert out == "", argv
 
 
+def test_a_draft_of_another_tokenizer_says_so(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(save_folder(tmp_path / "other", tiny_model(seed=1), _shuffled_backend()))
+    options = ["--prompt", "the cat", "--max-tokens", "12", "--dtype", "float32"]
+    code, out, err = run(capsys, "run", model, "--draft", other, *options)
+    assert code == 0 and "drafts are translated" in err and "sample text" in err
+    assert run(capsys, "run", model, "--draft", "none", *options)[1] == out
+
+
 def _shuffled_backend():  # type: ignore[no-untyped-def]
     """The same vocabulary with two ids exchanged."""
     from tokenizers import Tokenizer
@@ -152,3 +163,11 @@ def _shuffled_backend():  # type: ignore[no-untyped-def]
     first, second = sorted(vocab, key=vocab.get)[-2:]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     return Tokenizer.from_str(json.dumps(value))
+
+
+def _foreign_backend():  # type: ignore[no-untyped-def]
+    """Three letters and the markers."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    return Tokenizer(BPE({token: i for i, token in enumerate(("x", "y", "z", *MARKERS))}, []))

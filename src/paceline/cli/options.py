@@ -167,6 +167,8 @@ def build_llm(
     say(f"{args.model}: {picked}; drafter: {llm.defaults.drafter}")
     if llm.defaults.verify == "relaxed":
         say("--verify relaxed is not exact: the text does not have the target's own distribution")
+    for note in llm.notes:
+        say(note)
     return llm
 
 

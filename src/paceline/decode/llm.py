@@ -17,7 +17,7 @@ import torch
 from paceline.core.output import Completion, Delta, RequestOutput
 from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
-from paceline.decode.draft.build import build_drafters, parse_drafts
+from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
@@ -103,6 +103,7 @@ class LLM:
             max_batch=max_batch, max_context=self.max_context, deterministic=deterministic
         )
         drafting = pick_dtype(draft_dtype or dtype, self.device)
+        self.notes: list[str] = []  # what loading found that the caller should know
         self.draft_set = build_drafters(
             specs,
             decoder,
@@ -235,10 +236,12 @@ class LLM:
 
     def _load_draft(
         self, spec: str, dtype: torch.dtype, progress: Callable[[str], None] | None
-    ) -> tuple[Checkpoint, LlamaDecoder]:
+    ) -> DraftModel:
         inspected = inspect_checkpoint(spec, progress)
-        check_draft_vocabulary(self.checkpoint, inspected)
-        return _load(spec, dtype, self.device, progress)
+        translation = check_draft_vocabulary(self.checkpoint, inspected)
+        if translation is not None:
+            self.notes.append(f"{spec} has another tokenizer, its drafts are translated: {translation.overlap}")
+        return DraftModel(*_load(spec, dtype, self.device, progress), translation)
 
     def _context(self, asked: int | None) -> int:
         own = self.checkpoint.max_positions

@@ -11,12 +11,14 @@ from paceline.decode.draft.base import Drafter, SharesTarget
 from paceline.decode.draft.layer_skip import EarlyExit, LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
 from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
+from paceline.decode.draft.translate import TranslatingDrafter
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.checkpoint import Checkpoint
+from paceline.decode.model.overlap import Translation
 from paceline.decode.pass_cost import PassCost, time_passes
 from paceline.errors import UsageError
 
-__all__ = ["DrafterSet", "build_drafters", "check_needs", "parse_drafts", "share_target"]
+__all__ = ["DraftModel", "DrafterSet", "build_drafters", "check_needs", "parse_drafts", "share_target"]
 
 
 @dataclass(slots=True)
@@ -31,6 +33,15 @@ class DrafterSet:
     choosers: dict[str, Drafter]
     default: str
     cost: PassCost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft that has been checked against the target; `translation` where its tokenizer is another."""
+
+    checkpoint: Checkpoint
+    model: TargetModel
+    translation: Translation | None = None
 
 
 def check_needs(drafters: Mapping[str, Drafter], layers: int, text: bool) -> None:
@@ -68,12 +79,12 @@ def build_drafters(
     *,
     max_batch: int,
     max_draft: int,
-    load: Callable[[str], tuple[Checkpoint, TargetModel]],
+    load: Callable[[str], DraftModel],
     stop_ids: frozenset[int] = frozenset(),
 ) -> DrafterSet:
     """Drafters for `specs`. The model-free ones are always there for requests to name.
 
-    `load` brings a draft model that has been checked against the target; `stop_ids` end the target's texts.
+    `load` brings the draft model of a path; `stop_ids` end the target's texts.
     """
     drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
     models: dict[str, TargetModel] = {}
@@ -83,15 +94,9 @@ def build_drafters(
             drafters[str(spec)] = LayerSkipDrafter(early, name=str(spec), slots=max_batch, stop_ids=stop_ids)
         if spec.kind == "model":
             assert spec.model is not None
-            checkpoint, model = load(spec.model)
-            models[str(spec)] = model
-            drafters[str(spec)] = ModelDrafter(
-                model,
-                name=str(spec),
-                max_positions=checkpoint.max_positions,
-                slots=max_batch,
-                stop_ids=checkpoint.eos_token_ids,
-            )
+            draft = load(spec.model)
+            models[str(spec)] = draft.model
+            drafters[str(spec)] = _model_drafter(draft, str(spec), max_batch, stop_ids)
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, {}, "none")
     cost = time_passes(target, min(max_batch * (1 + max_draft), target.max_positions))
@@ -102,6 +107,16 @@ def build_drafters(
     kinds = [spec for spec in specs if spec.kind != "auto"]
     alone = len(specs) == 1 and len(kinds) == 1
     return DrafterSet(drafters, choosers, str(kinds[0]) if alone else "auto", cost)
+
+
+def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset[int]) -> Drafter:
+    model, positions = draft.model, draft.checkpoint.max_positions
+    if draft.translation is not None:
+        return TranslatingDrafter(
+            model, draft.translation, name=name, max_positions=positions, slots=slots, stop_ids=stop_ids
+        )
+    ends = draft.checkpoint.eos_token_ids
+    return ModelDrafter(model, name=name, max_positions=positions, slots=slots, stop_ids=ends)
 
 
 def _candidate(drafter: Drafter, model: TargetModel | None, cost: PassCost) -> Candidate:

@@ -11,6 +11,7 @@ Past its own maximum length, or after a token it has no embedding for, it propos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ class _Growing:
     view: SequenceView
     budget: int
     state: _State
+    tokens: Seq[int] = ()  # what the draft reads before its drafts
     drafts: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
@@ -57,6 +59,7 @@ class ModelDrafter:
     model          weights of the draft
     max_positions  its context; it stays silent where a draft would lie past it
     slots          sequences it can follow at once, the engine's batch
+    read           what it reads of a sequence, where that is not the committed tokens (`translate.py`)
     stop_ids       drafting ends behind these (end-of-text): nothing can follow (unbiased, see `verify/rules.py`)
     """
 
@@ -69,6 +72,7 @@ class ModelDrafter:
         slots: int,
         stop_ids: frozenset[int] = frozenset(),
         prefill_chunk: int = 512,
+        read: Callable[[SequenceView], list[int]] | None = None,
     ) -> None:
         self.name = name
         self.needs = Needs(own_kv=True, trees=True)
@@ -76,6 +80,7 @@ class ModelDrafter:
         self.max_positions = max_positions
         self.cache = model.new_cache(slots, max_positions)
         self._stop_ids, self._chunk = stop_ids, min(prefill_chunk, self.cache.largest_write)
+        self._read = read
         self._states: dict[int, _State] = {}
 
     def begin(self, view: SequenceView) -> None:
@@ -96,8 +101,9 @@ class ModelDrafter:
         growing = []
         for view, budget in zip(views, budgets, strict=True):
             state = self._states[view.key]
-            room = self.max_positions - len(view.tokens)
-            growing.append(_Growing(view, min(budget, room) if self._can_read(view, state) else 0, state))
+            tokens = view.tokens if self._read is None else self._read(view)
+            room = self.max_positions - len(tokens)
+            growing.append(_Growing(view, min(budget, room) if self._can_read(tokens, state) else 0, state, tokens))
         active = [g for g in growing if g.budget > 0 and g.view.tree_size is None]
         logits = self._catch_up(active)
         while active:
@@ -116,43 +122,45 @@ class ModelDrafter:
             assert g.view.tree_size is not None
             ends = frozenset() if g.view.params.ignore_eos else self._stop_ids
             trees.append(
-                GrowingTree(g.view, g.state.slot, g.budget, g.view.tree_size, self._limit(g.view), ends)
+                GrowingTree(g.view, g.state.slot, len(g.tokens), g.budget, g.view.tree_size, self._limit(g.view), ends)
             )
         grow_trees(self.model, self.cache, trees, logits)
         for g, tree in zip(active, trees, strict=True):
             g.state.tree = tree.written
         return {tree.view.key: tree.proposal(self.name) for tree in trees}
 
-    def _can_read(self, view: SequenceView, state: _State) -> bool:
+    def _can_read(self, tokens: Seq[int], state: _State) -> bool:
         """Whether the draft has an embedding for every token it has yet to see."""
-        return max(view.tokens[_shared_length(state.written, view.tokens) :], default=0) < self.model.vocab_width
+        return max(tokens[_shared_length(state.written, tokens) :], default=0) < self.model.vocab_width
 
     def _limit(self, view: SequenceView) -> int:
         """Tokens the draft may read of a sequence; the same in every round."""
         asked = view.params.max_tokens
-        return self.max_positions if asked is None else min(view.prompt_len + asked, self.max_positions)
+        if asked is None or self._read is not None:
+            return self.max_positions
+        return min(view.prompt_len + asked, self.max_positions)
 
     def _catch_up(self, active: list[_Growing]) -> Tensor:
         """Run what each sequence has committed and the draft has not seen; logits after the last token."""
-        missing: list[tuple[_Growing, list[int]]] = []
+        missing: list[tuple[_Growing, Seq[int]]] = []
         for g in active:
-            known = _shared_length(g.state.written, g.view.tokens)
-            if g.state.tree is not None and known == len(g.state.written) < len(g.view.tokens):
-                ahead = g.state.tree.keep(self.cache, g.state.slot, g.view.tokens[known:-1])
+            known = _shared_length(g.state.written, g.tokens)
+            if g.state.tree is not None and known == len(g.state.written) < len(g.tokens):
+                ahead = g.state.tree.keep(self.cache, g.state.slot, g.tokens[known:-1])
                 g.state.written += ahead
                 known += len(ahead)
             g.state.tree = None
-            known = self.cache.resumable(g.state.slot, min(known, len(g.view.tokens) - 1))
+            known = self.cache.resumable(g.state.slot, min(known, len(g.tokens) - 1))
             self.cache.truncate(g.state.slot, known)
             del g.state.written[known:]
-            self.cache.reserve_capacity(len(g.view.tokens) + g.budget)
-            missing.append((g, g.view.tokens[known:]))
+            self.cache.reserve_capacity(len(g.tokens) + g.budget)
+            missing.append((g, g.tokens[known:]))
         while any(len(tokens) > self._chunk for _, tokens in missing):
             self._pass([(g, tokens[: self._chunk]) for g, tokens in missing if len(tokens) > self._chunk])
             missing = [(g, t[self._chunk :] if len(t) > self._chunk else t) for g, t in missing]
         return self._pass(missing) if missing else torch.empty(0)
 
-    def _pass(self, entries: list[tuple[_Growing, list[int]]]) -> Tensor:
+    def _pass(self, entries: Seq[tuple[_Growing, Seq[int]]]) -> Tensor:
         """One pass over the tokens of each entry; logits [entries, width] after the last of each."""
         with self.cache.transaction() as transaction:
             spans = []

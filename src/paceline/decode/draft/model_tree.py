@@ -64,6 +64,7 @@ class WrittenTree:
 class GrowingTree:
     """One sequence while its tree grows. Nodes are numbered in the order they were found, parents first.
 
+    base     tokens the draft has read before the tree
     depth    tokens on the longest path at most
     size     nodes at most
     limit    tokens the sequence may grow to, for the rotation
@@ -73,6 +74,7 @@ class GrowingTree:
 
     view: SequenceView
     slot: int
+    base: int
     depth: int
     size: int
     limit: int
@@ -120,7 +122,7 @@ class GrowingTree:
 
     def level(self, nodes: Seq[int]) -> Span:
         """The pass over `nodes`, all of one depth; notes where they will lie."""
-        base = len(self.view.tokens)
+        base = self.base
         above = [[base + self.row_of[at] for at in self.path(self.parents[node])] for node in nodes]
         start = base + len(self.written.tokens)
         for node in nodes:
@@ -160,7 +162,7 @@ def grow_trees(
         going = []
         for tree, _ in found:
             tree.choose()
-            room = min(cache.limit - len(tree.view.tokens), cache.largest_write)
+            room = min(cache.limit - tree.base, cache.largest_write)
             if nodes := tree.frontier(depth, room):
                 going.append((tree, nodes))
         if going:
@@ -171,7 +173,7 @@ def grow_trees(
 def _run(model: TargetModel, cache: KVCache, going: Seq[tuple[GrowingTree, list[int]]]) -> Tensor:
     """Logits [nodes, width] after each node of each tree; the rows stay written, uncommitted."""
     spans = [tree.level(nodes) for tree, nodes in going]
-    cache.reserve_capacity(max(len(tree.view.tokens) + len(tree.written.tokens) for tree, _ in going))
+    cache.reserve_capacity(max(tree.base + len(tree.written.tokens) for tree, _ in going))
     with cache.transaction() as transaction:
         for tree, _ in going:
             transaction.reserve(tree.slot, len(tree.written.tokens))

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.decode.model.checkpoint import CheckpointInfo
+from paceline.decode.model.overlap import HasTokens, Translation, find_translation
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import IncompatibleDraft, InvalidParameter
 
@@ -141,17 +142,6 @@ class PairReport:
         }
 
 
-class HasVocabulary(Protocol):
-    """A `Checkpoint` or a `CheckpointInfo`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tokenizer(self) -> TextTokenizer | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
 def compare_vocabularies(target: TextTokenizer, draft: TextTokenizer) -> VocabularyOverlap:
     """The two tokenizers' ids by the bytes they stand for; padding rows have no token to compare."""
     ours, theirs = target.token_bytes(), draft.token_bytes()
@@ -168,33 +158,29 @@ def compare_vocabularies(target: TextTokenizer, draft: TextTokenizer) -> Vocabul
     )
 
 
-def check_draft_vocabulary(target: HasVocabulary, draft: HasVocabulary) -> None:
-    """Raises IncompatibleDraft unless every token id both can emit means the same text.
+def check_draft_vocabulary(target: HasTokens, draft: HasTokens) -> Translation | None:
+    """None where every token id both can emit means the same text, else how to translate one into the other.
 
-    Models without any tokenizer have ids alone, which agree where there are equally many.
+    Models without any tokenizer have ids alone, which agree where there are equally many. Raises IncompatibleDraft
+    where the vocabularies overlap too little to draft.
     """
     if target.tokenizer is None and draft.tokenizer is None and target.vocab_size == draft.vocab_size:
-        return
+        return None
     if target.tokenizer is None or draft.tokenizer is None:
         raise IncompatibleDraft(
             f"the vocabularies of {target.name} and {draft.name} cannot be compared, since "
             f"{target.name if target.tokenizer is None else draft.name} has no tokenizer; put its tokenizer "
             "files beside its weights."
         )
-    overlap = compare_vocabularies(target.tokenizer, draft.tokenizer)
-    if not overlap.compatible:
-        raise IncompatibleDraft(f"{_mismatch(target.name, draft.name, overlap)} {_OTHER_DRAFT}")
+    if compare_vocabularies(target.tokenizer, draft.tokenizer).compatible:
+        return None
+    try:
+        return find_translation(target, draft)
+    except IncompatibleDraft as error:
+        raise IncompatibleDraft(f"{error} {_OTHER_DRAFT}") from error
 
 
 _OTHER_DRAFT = "Use a draft of the same family and tokenizer, or a drafter without a model (ngram, suffix)."
-
-
-def _mismatch(target: str, draft: str, overlap: VocabularyOverlap) -> str:
-    examples = "; ".join(f"id {i} is {ours!r} and {theirs!r}" for i, ours, theirs in overlap.examples)
-    return (
-        f"the draft {draft} cannot propose for {target}: {overlap.differing} ids mean another text, "
-        f"{overlap.share:.1%} of the target's ids agree (target and draft: {examples})."
-    )
 
 
 def memory_need(target: CheckpointInfo, draft: CheckpointInfo | None, load: Load) -> MemoryNeed:
@@ -230,7 +216,7 @@ def examine_pair(
 
 def _vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> Finding:
     try:
-        check_draft_vocabulary(target, draft)
+        translation = check_draft_vocabulary(target, draft)
     except IncompatibleDraft as error:
         text, _, _ = str(error).partition(f" {_OTHER_DRAFT}")
         return Finding("vocabulary", Level.ERROR, text, _OTHER_DRAFT)
@@ -238,6 +224,13 @@ def _vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> Finding:
         text = f"neither model has a tokenizer; both have {target.vocab_size} ids, taken to mean the same."
         return Finding("vocabulary", Level.WARN, text, "Put the tokenizer files beside the weights.")
     overlap = compare_vocabularies(target.tokenizer, draft.tokenizer)
+    if translation is not None:
+        examples = "; ".join(f"id {i} is {ours!r} and {theirs!r}" for i, ours, theirs in overlap.examples)
+        text = (
+            f"another tokenizer ({overlap.differing} ids mean another text: {examples}); drafts are translated: "
+            f"{translation.overlap}."
+        )
+        return Finding("vocabulary", Level.WARN, text, "A draft of the same tokenizer is accepted more often.")
     if overlap.only_target or overlap.only_draft:
         text = (
             f"the {overlap.shared} ids both have mean the same; {overlap.only_target} ids only the target "
