@@ -111,3 +111,15 @@ def test_the_cost_of_tiles_is_a_table(
     out = capsys.readouterr().out
     assert "\n| 8 | " in out and "\n| 12 | " in out
     assert call(program("deterministic_cost"), monkeypatch, *arguments, "--repeats", "1") == 2
+
+
+def test_kinds_of_drafts_are_a_table(
+    model: str, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", model, "--shared", prompts, "--draft", "layer-skip:1", "--draft", f"model:{model}"]
+    arguments += ["--kinds", "code_edit", "--max-tokens", "6", "--threads", "1", "--dtype", "float32"]
+    assert call(program("draft_kinds"), monkeypatch, *arguments) == 0
+    out = capsys.readouterr().out
+    for name in ("plain", "auto", "auto+", "layer-skip:1", f"model:{model}"):
+        assert f"\n| {name} | " in out
+    assert "Texts that differ from plain's: none." in out

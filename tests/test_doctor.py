@@ -246,6 +246,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out = run(capsys, target, "--draft", "ngram")
     assert code == 0
     assert "no model" in out
+    code, out = run(capsys, target, "--draft", "layer-skip:1")
+    assert code == 0 and "1 of 2 layers draft" in out
+    code, out = run(capsys, target, "--draft", "layer-skip:2")
+    assert code == 3 and "layer-skip:N with N from 1 to 1" in out
     with pytest.raises(InvalidParameter, match="draft"):
         run(capsys, target, "--draft", "model:")
 

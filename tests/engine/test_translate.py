@@ -13,6 +13,7 @@ import torch
 from drafter_toys import table_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2
 from test_model_drafter import VOCAB, ModelLoop
 from test_tokenizer import sentence_piece
 from tiny_decoders import tiny_decoder
@@ -282,6 +283,26 @@ def test_the_distribution_is_the_drafts_own_restricted_and_renormalised() -> Non
         torch.testing.assert_close(row.double(), expected / expected.sum(), rtol=1e-4, atol=1e-7)
         assert row[token] > 0
         read.append(to_draft[token])
+    made.end(view)
+
+
+def test_drafts_are_drawn_from_what_is_reported() -> None:
+    """Chi-square of 600 first drafts under new noise each; a true drafter fails with probability 1e-6."""
+    made = drafter(model=ToyModel(hashed(DRAFT_WIDTH, seed=4), DRAFT_WIDTH))
+    params = request([1], temperature=0.7, top_k=9).params
+    view = SequenceView(1, [70, 71], 2, params, verify="rejection")
+    view.prefix = PrefixState(view.tokens, params, OURS, frozenset())
+    made.begin(view)
+    counts = torch.zeros(OURS, dtype=torch.float64)
+    for view.noise_key in range(600):
+        (proposal,) = made.propose([view], [1])
+        counts[proposal.tokens[0]] += 1
+    assert isinstance(proposal.distribution, Dense)
+    expected = proposal.distribution.probs[0].double() * 600
+    kept = expected > 0
+    assert int(kept.sum()) == 9 and counts[~kept].sum() == 0
+    statistic = float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
+    assert statistic < chi2.isf(1e-6, 8)
     made.end(view)
 
 

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
 
     target = inspect_checkpoint(args.model, say)
-    draft_name = parse_draft(args.draft).model
-    draft = None if draft_name is None else inspect_checkpoint(draft_name, say)
+    spec = parse_draft(args.draft)
+    draft = None if spec.model is None else inspect_checkpoint(spec.model, say)
     load = Load(
         batch=args.batch,
         context_tokens=min(target.max_positions, 8192) if args.context is None else args.context,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         target_bytes_per_value=_BYTES[args.dtype],
         draft_bytes_per_value=_BYTES[args.draft_dtype or args.dtype],
     )
-    report = examine_pair(target, draft, load, available_memory_bytes(args.device))
+    report = examine_pair(target, draft, load, available_memory_bytes(args.device), spec.layers)
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 3 if report.worst is Level.ERROR else 0
 

@@ -203,6 +203,7 @@ def examine_pair(
     draft: CheckpointInfo | None,
     load: Load,
     available_bytes: int | None,  # None: not known on this machine
+    exit_layers: int | None = None,  # layers that draft, where the target's own do
 ) -> PairReport:
     """Everything there is to say about running `draft` for `target` under `load`."""
     need = memory_need(target, draft, load)
@@ -210,6 +211,8 @@ def examine_pair(
     if draft is not None:
         findings += [_vocabulary(target, draft), _padding(target, draft), _draft_context(target, draft, load)]
         findings.append(_weight(target, draft, load))
+    if exit_layers is not None:
+        findings.append(_early_exit(target, exit_layers))
     findings.append(_memory(need, available_bytes))
     return PairReport(target.name, None if draft is None else draft.name, tuple(findings), need)
 
@@ -273,6 +276,15 @@ def _draft_context(target: CheckpointInfo, draft: CheckpointInfo, load: Load) ->
         f"from token {draft.max_positions} on it proposes nothing and decoding goes on without it.",
         "For long contexts add a drafter without a model (--draft ngram) or take a draft with a longer one.",
     )
+
+
+def _early_exit(target: CheckpointInfo, layers: int) -> Finding:
+    whole = target.config.num_hidden_layers
+    if not layers < whole:
+        text = f"{layers} layers cannot draft for a target of {whole}; at least one must be skipped."
+        return Finding("exit layer", Level.ERROR, text, f"Write layer-skip:N with N from 1 to {whole - 1}.")
+    text = f"{layers} of {whole} layers draft; the model must have been trained to be read there."
+    return Finding("exit layer", Level.OK, text)
 
 
 def _weight(target: CheckpointInfo, draft: CheckpointInfo, load: Load) -> Finding:
