@@ -124,8 +124,8 @@ def test_gguf_architectures_are_refused_by_name(tmp_path: Path, name: str, word:
     [
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "mistral"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"] * 16}, "linear_attention"),
+        ({"model_type": "gpt2"}, "gemma3_text, llama, mistral, mixtral, phi3, qwen2"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

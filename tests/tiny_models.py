@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, 1234 times in 2025!",
@@ -28,6 +28,35 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VOCABULARY = 384
+# What else a tiny model of a family needs in its config. Gemma's random heads are not tied to its embeddings, which it
+# scales up: such a model would say its last token for ever.
+FAMILY_VALUES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 48},
+    "gemma2": {
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 16,
+        "final_logit_softcapping": 3.0,
+        "attn_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
+    "phi3": {"pad_token_id": 0},
+}
 
 
 def tiny_backend(adds_bos: bool = False) -> Tokenizer:
@@ -52,7 +81,7 @@ def tiny_backend(adds_bos: bool = False) -> Tokenizer:
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    """A random model of two layers; `changes` go into its config."""
+    """A random model of two layers, of the Transformers model type `kind`; `changes` go into its config."""
     torch.manual_seed(seed)
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -66,14 +95,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
         "eos_token_id": 2,
         "initializer_range": 0.3,
     }
-    if kind == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**(values | changes)))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**(values | changes)))
+    values |= FAMILY_VALUES.get(kind, {}) | changes
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+    one = 0.0 if kind in ("gemma2", "gemma3_text") else 1.0  # their norms add 1 themselves
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + float("norm" in name))
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + one * float("norm" in name))
     return model.eval()
 
 

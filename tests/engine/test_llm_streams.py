@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_decoders import tiny_decoder
 from tiny_models import save_folder, tiny_backend, tiny_model
 
-import paceline.decode.model.llama as llama_module
 from paceline import LLM, SamplingParams
 from paceline.decode.engine import Engine, EngineOptions
+from paceline.decode.model.attention import ACTIVATIONS, by_rows
 from paceline.decode.sequence import DraftSettings, Request
 from paceline.decode.verify.leniency import TopWithin, Typical
 from paceline.errors import InvalidParameter, ModelNotFound, UsageError
@@ -89,14 +90,15 @@ def test_what_cannot_run_is_refused(llm: LLM, tmp_path: Path) -> None:
     assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize("function", [*ACTIVATIONS.values(), torch.tanh], ids=[*ACTIVATIONS, "tanh"])
 @pytest.mark.parametrize("rows", [3, 16, 28, 100])
-def test_silu_does_not_depend_on_the_rows_beside_it(rows: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(rows: int, function: Any) -> None:
     gate = torch.randn(rows, 2 * 4864, generator=torch.Generator().manual_seed(0)).chunk(2, dim=-1)[0]
     threads = torch.get_num_threads()
-    alone = torch.cat([llama_module._silu(gate[i : i + 1]) for i in range(rows)])
+    alone = torch.cat([by_rows(function, gate[i : i + 1]) for i in range(rows)])
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            assert torch.equal(llama_module._silu(gate), alone)
+            assert torch.equal(by_rows(function, gate), alone)
     finally:
         torch.set_num_threads(threads)

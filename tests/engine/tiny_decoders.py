@@ -16,11 +16,11 @@ from paceline.decode.model.step import RowPolicy
 _POLICIES: dict[Any, RowPolicy] = {}
 
 
-def _policy(products: Any, geometry: Any, head_dim: int) -> RowPolicy:
+def _policy(products: Any, geometry: Any, head_dim: int, attention: Any) -> RowPolicy:
     """The row policy depends on shapes alone: found once for each."""
-    key = (tuple((m.in_features, m.out_features) for m in products), geometry, head_dim)
+    key = (tuple((m.in_features, m.out_features) for m in products), geometry, head_dim, attention)
     if key not in _POLICIES:
-        _POLICIES[key] = find(products, geometry, head_dim)
+        _POLICIES[key] = find(products, geometry, head_dim, attention)
     return _POLICIES[key]
 
 

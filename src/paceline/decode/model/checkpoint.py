@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from paceline.decode.model.experts import fuse_experts
 from paceline.decode.model.families import check_family
+from paceline.decode.model.features import head_width
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.decode.model.gguf_model import gguf_config, gguf_tensors
 from paceline.decode.model.gguf_tokenizer import gguf_end_ids, gguf_tokenizer, gguf_vocab_size
@@ -78,11 +80,6 @@ class CheckpointInfo:
         """Keys and values of one token over all layers."""
         heads = self.config.num_key_value_heads
         return 2 * self.config.num_hidden_layers * heads * head_width(self.config) * bytes_per_value
-
-
-def head_width(config: Any) -> int:
-    """Values in one attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def load_checkpoint(
@@ -169,7 +166,7 @@ def _open_folder(source: ModelSource) -> _Opened:
         tokenizer=tokenizer,
         eos_token_ids=folder_end_ids(source.path, config, tokenizer),
         vocab_size=size,
-        tensors=lambda dtype, progress: folder_tensors(source.path, dtype, progress),
+        tensors=lambda dtype, progress: fuse_experts(folder_tensors(source.path, dtype, progress), config),
     )
 
 

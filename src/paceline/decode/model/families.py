@@ -1,7 +1,8 @@
 """Which kinds of models can be decoded exactly, and why the others are refused.
 
-A family is a Transformers `model_type` whose every layer is full attention over a KV cache, so that rejected
-drafts are rolled back by dropping rows. Adding one needs its name here and its line in the parity test.
+A family is a Transformers `model_type` whose every layer is attention over a KV cache, all of it or the last
+tokens through a sliding window, so that rejected drafts are rolled back by dropping rows. Adding one needs its
+name here, its features in `features.py` and its line in the parity test.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from paceline.errors import UnsupportedModel
 
 __all__ = ["FAMILIES", "check_family", "one_line", "refuse_architecture"]
 
-FAMILIES = frozenset({"llama", "qwen2"})
+FAMILIES = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3"}
+)
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 # Names as Transformers (`model_type`) and as GGUF (`general.architecture`) have them.
 _RECURRENT = frozenset(
@@ -44,13 +48,13 @@ def refuse_architecture(name: str, where: str, allowed: list[str]) -> NoReturn:
 
 
 def check_family(config: Any, where: str) -> None:
-    """Raises `UnsupportedModel` unless every layer of the model is full attention in a known family."""
+    """Raises `UnsupportedModel` unless every layer of the model is attention over a cache in a known family."""
     if config.model_type not in FAMILIES:
         refuse_architecture(config.model_type, where, sorted(FAMILIES))
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        others = ", ".join(sorted(kinds - {"full_attention"}))
-        raise UnsupportedModel(f"{where} has {others} layers; only full attention is supported.")
+    kinds = set(getattr(config, "layer_types", None) or _LAYERS)
+    if others := ", ".join(sorted(kinds - _LAYERS)):
+        allowed = " and ".join(sorted(_LAYERS))
+        raise UnsupportedModel(f"{where} has {others} layers; only {allowed} are supported.")
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         method = (
             quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method

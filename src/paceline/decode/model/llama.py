@@ -1,14 +1,14 @@
-"""The Llama-shaped decoder (Llama, Qwen2): one ragged pass with as few operators as PyTorch allows.
+"""The one decoder of all families: one ragged pass with as few operators as PyTorch allows.
 
-Built from Transformers' config and parameter names and held to Transformers' logits by test. Q, K and V are one
-product, gate and up another; the rotation is done in place; keys and values go to the cache in one copy; the
-query heads that share a KV head are folded into the query axis, so that keys and values are read once and never
-repeated.
+Built from Transformers' config and parameter names and held to Transformers' logits by test; what sets a family
+apart is data (`features.py`). Q, K and V are one product, gate and up another; the rotation is done in place; keys
+and values go to the cache in one copy; the query heads that share a KV head are folded into the query axis, so that
+keys and values are read once and never repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,67 +17,103 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.decode.cache import KVCache
+from paceline.decode.model.attention import ACTIVATIONS, Attention, by_rows, soft_cap
 from paceline.decode.model.base import ForwardResult
+from paceline.decode.model.experts import Experts
+from paceline.decode.model.families import check_family
+from paceline.decode.model.features import Routing, features_of
 from paceline.decode.model.linear import Linear
+from paceline.decode.model.rope import Rotations
 from paceline.decode.model.rows import find_row_policy
-from paceline.decode.model.step import AttentionGroup, Geometry, StepInputs
+from paceline.decode.model.step import AttentionGroup, Geometry, Ring, StepInputs
 from paceline.errors import ModelFormatError, UnsupportedModel
 
 __all__ = ["LlamaDecoder"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Linear
-    out: Linear
-    post_norm: Tensor
+class _Dense:
+    """down(activation(gate) * up)."""
+
     gate_up: Linear
     down: Linear
+    activation: Callable[[Tensor], Tensor]
+
+    @property
+    def products(self) -> list[Linear]:
+        return [self.gate_up, self.down]
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], multiple: int) -> Tensor:
+        gate, up = self.gate_up.over(x, pieces).chunk(2, dim=-1)
+        return self.down.over(by_rows(self.activation, gate) * up, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Norms are None where the family has none there."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Linear
+    behind_attention: Tensor | None
+    mlp_norm: Tensor
+    mlp: _Dense | Experts
+    behind_mlp: Tensor | None
 
 
 class LlamaDecoder:
-    """Weights and the pass over them. Stateless: the cache belongs to the caller.
+    """Weights and the pass over them. Stateless but for tables of rotations: the cache belongs to the caller.
 
-    config   a transformers config of model type llama or qwen2
+    config   a transformers config of one of the `FAMILIES`
     tensors  Hugging Face parameter names; consumed (popped) so that no weight is held twice
     """
 
     def __init__(
         self, config: Any, tensors: dict[str, Tensor], device: torch.device, *, pack: bool = True
     ) -> None:
-        _refuse_unknown(config)
+        check_family(config, "this")
         self.config = config
+        self.features = features = features_of(config)
         self.device = device
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.heads, self.kv_heads, self.head_dim = features.heads, features.kv_heads, features.head_dim
         self.layers_count = config.num_hidden_layers
-        self.eps = config.rms_norm_eps
         self.max_positions = config.max_position_embeddings
         take = _Taker(tensors, device)
         self.embedding = take("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype
-        self.layers = [self._layer(take, f"model.layers.{i}.", pack) for i in range(self.layers_count)]
-        self.norm = take("model.norm.weight")
+        self.layers = [self._layer(take, i, pack) for i in range(self.layers_count)]
+        self.norm = self._norm_weight(take("model.norm.weight"))
         head = take.optional("lm_head.weight")
         self.head = Linear(self.embedding if head is None else head, pack=pack)
         take.finish()
         self.vocab_width = self.head.out_features
-        self.cos, self.sin = _rotation(config, self.head_dim, self.dtype, device)
-        self.geometry = Geometry(self.kv_heads, self.heads // self.kv_heads, self.dtype, device)
-        first = self.layers[0]
-        products = [first.qkv, first.out, first.gate_up, first.down, self.head]
-        self.row_policy = find_row_policy(products, self.geometry, self.head_dim)
+        self.rotations = Rotations(config, features.layer_types, self.dtype, device)
+        ring = None if features.window is None else Ring.holding(features.window)
+        share, long_from = self.heads // self.kv_heads, self.rotations.long_from
+        self.geometry = Geometry(self.kv_heads, share, self.dtype, device, ring, long_from)
+        self.attention = Attention(features.attention_scale, features.attention_cap)
+        kinds = {sparse: self.layers[i] for i, sparse in enumerate(features.sparse)}
+        products = [self.layers[0].qkv, self.layers[0].out]
+        products += [product for layer in kinds.values() for product in layer.mlp.products]
+        self.row_policy = find_row_policy([*products, self.head], self.geometry, self.head_dim, self.attention)
 
     @property
     def weight_bytes(self) -> int:
-        layers = sum(m.nbytes for x in self.layers for m in (x.qkv, x.out, x.gate_up, x.down))
+        layers = sum(m.nbytes for x in self.layers for m in (x.qkv, x.out, x.mlp))
         return layers + self.head.nbytes + self.embedding.numel() * self.embedding.element_size()
 
     def new_cache(self, slots: int, limit: int) -> KVCache:
+        self.rotations.reserve(limit)
+        ring = self.geometry.ring
+        rings = [ring if windowed else None for windowed in self.features.windowed]
         return KVCache(
-            self.layers_count, self.kv_heads, self.head_dim, slots, limit, self.dtype, self.device
+            self.layers_count, self.kv_heads, self.head_dim, slots, limit, self.dtype, self.device, rings
         )
 
     @torch.inference_mode()
@@ -89,12 +125,16 @@ class LlamaDecoder:
         `taps` are layers whose output to return (-1: after the final norm); `layers`: only the first so many run.
         """
         x = F.embedding(step.token_ids, self.embedding)
-        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        if (scale := self.features.embedding_scale) is not None:
+            x = x * torch.tensor(scale, dtype=self.dtype)
+        turns = self.rotations.turns(step)
         hidden: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers[:layers]):
-            x = x + self._attention(index, self._norm(x, layer.input_norm), (cos, sin), step, cache)
-            gate, up = layer.gate_up.over(self._norm(x, layer.post_norm), step.pieces).chunk(2, dim=-1)
-            x = x + layer.down.over(_silu(gate) * up, step.pieces)
+            turn = turns[self.features.layer_types[index]]
+            mixed = self._attention(index, self._norm(x, layer.input_norm), turn, step, cache)
+            x = x + (mixed if layer.behind_attention is None else self._norm(mixed, layer.behind_attention))
+            made = layer.mlp.over(self._norm(x, layer.mlp_norm), step.pieces, self.row_policy.multiple)
+            x = x + (made if layer.behind_mlp is None else self._norm(made, layer.behind_mlp))
             if index in taps:
                 hidden[index] = x
         x = self._norm(x, self.norm)
@@ -103,10 +143,15 @@ class LlamaDecoder:
         if step.wanted is not None:
             x = x[step.wanted]
         logits = self.head.over(x, step.head_pieces) if len(x) else x.new_zeros(0, self.vocab_width)
-        return ForwardResult(logits.float(), hidden)
+        logits = logits.float()
+        if (cap := self.features.logit_cap) is not None:
+            logits = soft_cap(logits, cap)
+        return ForwardResult(logits, hidden)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        if self.features.plus_one_norms:
+            return F.rms_norm(x.float(), weight.shape, weight, self.features.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.features.eps)
 
     def _attention(
         self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], step: StepInputs, cache: KVCache
@@ -115,6 +160,10 @@ class LlamaDecoder:
         qkv = layer.qkv.over(x, step.pieces)
         width = self.heads * self.head_dim
         turned = qkv[:, : width + self.kv_heads * self.head_dim].view(len(qkv), -1, self.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            turned[:, : self.heads] = self._norm(turned[:, : self.heads], layer.query_norm)
+            turned[:, self.heads :] = self._norm(turned[:, self.heads :], layer.key_norm)
+        turned = turned[..., : turn[0].shape[-1]]  # Phi-3 may turn only the first part of a head
         swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
         turned.mul_(turn[0]).addcmul_(swapped, turn[1])
         new_kv = qkv[:, width:]
@@ -139,60 +188,42 @@ class LlamaDecoder:
         folded = queries.view(slots, group.width, self.kv_heads, share, self.head_dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(slots, self.kv_heads, share * group.width, self.head_dim)
         keys, values = cache.keys_values(index, group.slot_low, group.slot_high, group.kv_len)
-        mixed = _mix(folded, keys, values, group)
+        mask = group.ring_mask if self.features.windowed[index] else group.mask
+        assert mask is not None
+        mixed = self.attention(folded, keys, values, mask, group.past)
         mixed = mixed.view(slots, self.kv_heads, share, group.width, self.head_dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(slots * group.width, self.heads * self.head_dim)
 
-    def _layer(self, take: _Taker, prefix: str, pack: bool) -> _Layer:
+    # -- weights -------------------------------------------------------------------------------------------
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return 1.0 + weight.float() if self.features.plus_one_norms else weight
+
+    def _layer(self, take: _Taker, index: int, pack: bool) -> _Layer:
+        prefix, features = f"model.layers.{index}.", self.features
         attention = prefix + "self_attn."
-        parts = [take(f"{attention}{n}_proj.weight") for n in "qkv"]
-        biases = [take.optional(f"{attention}{n}_proj.bias") for n in "qkv"]
-        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        mlp = prefix + "mlp."
+        norm = lambda name: self._norm_weight(take(f"{prefix}{name}.weight"))  # noqa: E731
+        parts = ("qkv_proj",) if features.fused else ("q_proj", "k_proj", "v_proj")
+        own = features.query_key_norms
         return _Layer(
-            input_norm=take(prefix + "input_layernorm.weight"),
-            qkv=Linear(torch.cat(parts), bias, pack=pack),
-            out=Linear(take(attention + "o_proj.weight"), take.optional(attention + "o_proj.bias"), pack=pack),
-            post_norm=take(prefix + "post_attention_layernorm.weight"),
-            gate_up=Linear(
-                torch.cat([take(mlp + "gate_proj.weight"), take(mlp + "up_proj.weight")]), pack=pack
-            ),
-            down=Linear(take(mlp + "down_proj.weight"), pack=pack),
+            input_norm=norm("input_layernorm"),
+            qkv=take.joined(attention, parts, pack),
+            query_norm=norm("self_attn.q_norm") if own else None,
+            key_norm=norm("self_attn.k_norm") if own else None,
+            out=take.joined(attention, ("o_proj",), pack),
+            behind_attention=norm("post_attention_layernorm") if features.outer_norms else None,
+            mlp_norm=norm("pre_feedforward_layernorm" if features.outer_norms else "post_attention_layernorm"),
+            mlp=self._mlp(take, prefix + "mlp.", features.routing if features.sparse[index] else None, pack),
+            behind_mlp=norm("post_feedforward_layernorm") if features.outer_norms else None,
         )
 
-
-def _mix(
-    queries: Tensor,  # [slots, kv_heads, share * width, head_dim]
-    keys: Tensor,  # [slots, kv_heads, kv_len, head_dim]
-    values: Tensor,
-    group: AttentionGroup,
-) -> Tensor:
-    """Attention under the group's mask; of a prompt chunk, over what is before it without one, then joined.
-
-    Two softmaxes join by their log-sums: the parts weigh exp(lse_i - lse), lse = log(sum of exp(lse_i)).
-    """
-    if group.past == 0:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    cut = group.past
-    before, before_sum = flash(queries, keys[:, :, :cut], values[:, :, :cut])
-    own, own_sum = flash(queries, keys[:, :, cut:], values[:, :, cut:], attn_mask=group.mask)
-    share = torch.sigmoid(before_sum - own_sum)[..., None]
-    return torch.lerp(own.float(), before.float(), share).to(queries.dtype)
-
-
-_SERIAL = 32768  # elements from which PyTorch splits an elementwise operation over threads
-
-
-def _silu(gate: Tensor) -> Tensor:
-    """silu by whole rows on one thread.
-
-    Split over threads, a row is cut where it falls, and what lies at the cut goes through another exponential,
-    whose last bits differ: a row's bits would depend on the rows beside it.
-    """
-    if gate.device.type != "cpu" or gate.numel() < _SERIAL:
-        return F.silu(gate)
-    return torch.cat([F.silu(part) for part in gate.split(max(1, (_SERIAL - 1) // gate.shape[1]))])
+    def _mlp(self, take: _Taker, prefix: str, routing: Routing | None, pack: bool) -> _Dense | Experts:
+        activation = ACTIVATIONS[self.features.activation]
+        if routing is not None:
+            gate_up, down = take(prefix + "experts.gate_up_proj"), take(prefix + "experts.down_proj")
+            return Experts(routing, take(prefix + "gate.weight"), gate_up, down, activation, pack)
+        parts = ("gate_up_proj",) if self.features.fused else ("gate_proj", "up_proj")
+        return _Dense(take.joined(prefix, parts, pack), take.joined(prefix, ("down_proj",), pack), activation)
 
 
 class _Taker:
@@ -211,38 +242,15 @@ class _Taker:
         tensor = self._tensors.pop(name, None)
         return None if tensor is None else tensor.to(self._device)
 
+    def joined(self, prefix: str, names: Sequence[str], pack: bool) -> Linear:
+        """One product of the weights of all `names`, with their biases where the first has one."""
+        weights = [self(f"{prefix}{name}.weight") for name in names]
+        bias = self.optional(f"{prefix}{names[0]}.bias")
+        if bias is not None:
+            bias = torch.cat([bias, *(self(f"{prefix}{name}.bias") for name in names[1:])])
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias, pack=pack)
+
     def finish(self) -> None:
         left = [n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")]
         if left:
             raise UnsupportedModel(f"the model has tensors this decoder does not use: {', '.join(left[:4])}")
-
-
-def _refuse_unknown(config: Any) -> None:
-    if config.model_type not in ("llama", "qwen2"):
-        raise UnsupportedModel(f"model type {config.model_type!r} is not a Llama or Qwen2 decoder")
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"activation {config.hidden_act!r} is not supported; only silu is")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    one_table = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
-    if kind not in ("default", "linear", "llama3", "yarn") and not one_table:
-        raise UnsupportedModel(f"rotary scaling {kind!r} depends on the length of the text, which comes later")
-    if getattr(config, "use_sliding_window", False):
-        raise UnsupportedModel("this model asks for sliding-window attention, which comes later")
-
-
-def _rotation(
-    config: Any, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [positions, 1, head_dim], from Transformers' own rotary embedding of this config.
-
-    rotate(x) = x * cos + swap_halves(x) * sin, with the sign of Transformers' rotate_half moved into sin.
-    """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rotary = LlamaRotaryEmbedding(config)
-    positions = torch.arange(config.max_position_embeddings)[None]
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), positions)
-    sign = torch.cat([-torch.ones(head_dim // 2), torch.ones(head_dim // 2)])
-    return cos[0, :, None].to(dtype).to(device), (sin[0, :, None] * sign).to(dtype).to(device)
-

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.decode.model.attention import Attention
 from paceline.decode.model.linear import Linear
 from paceline.decode.model.step import KV_BLOCK, Geometry, RowPolicy
 
@@ -25,7 +26,9 @@ _KEYS = 2 * KV_BLOCK  # the kernel sums keys in parts of KV_BLOCK: two parts sho
 
 
 @torch.inference_mode()
-def find_row_policy(products: Sequence[Linear], geometry: Geometry, head_dim: int) -> RowPolicy:
+def find_row_policy(
+    products: Sequence[Linear], geometry: Geometry, head_dim: int, attention: Attention
+) -> RowPolicy:
     """The cheapest padding that keeps rows independent in `products` and in attention of this geometry."""
     generator = torch.Generator().manual_seed(1)
 
@@ -34,12 +37,12 @@ def find_row_policy(products: Sequence[Linear], geometry: Geometry, head_dim: in
 
     inputs = [noise(_BLOCK, m.in_features) for m in products]
     pairs = list(zip(products, inputs, strict=True))
-    attention = _AttentionTrial(geometry, head_dim, noise)
+    trial = _AttentionTrial(geometry, head_dim, attention, noise)
     for multiple in _MULTIPLES:
         if not all(_independent(f, x, multiple) for f, x in pairs):
             continue
         for kv_block in _KV_BLOCKS:
-            if attention.independent(multiple, kv_block):
+            if trial.independent(multiple, kv_block):
                 return RowPolicy(multiple, _BLOCK, kv_block)
     return RowPolicy(_BLOCK, _BLOCK, KV_BLOCK, proved=False)
 
@@ -59,8 +62,10 @@ class _AttentionTrial:
     320 keys padded to 384.)
     """
 
-    def __init__(self, geometry: Geometry, head_dim: int, noise: Callable[[int, int], Tensor]) -> None:
-        self.geometry, self.dim = geometry, head_dim
+    def __init__(
+        self, geometry: Geometry, head_dim: int, attention: Attention, noise: Callable[[int, int], Tensor]
+    ) -> None:
+        self.geometry, self.dim, self.attention = geometry, head_dim, attention
         length = _KEYS + KV_BLOCK
         self.keys, self.values = (
             noise(length, geometry.kv_heads * head_dim).view(length, -1, head_dim).transpose(0, 1)[None]
@@ -97,7 +102,5 @@ class _AttentionTrial:
         seen = torch.arange(span) <= last[:, None]
         mask = torch.zeros(seen.shape, dtype=self.geometry.dtype).masked_fill_(~seen, float("-inf"))
         mask = mask.repeat(group, 1)[None, None].to(self.geometry.device)
-        mixed = F.scaled_dot_product_attention(
-            folded, self.keys[:, :, :span], self.values[:, :, :span], attn_mask=mask
-        )
+        mixed = self.attention(folded, self.keys[:, :, :span], self.values[:, :, :span], mask)
         return mixed.view(kv_heads, group, width, self.dim)[:, :, : high - low]

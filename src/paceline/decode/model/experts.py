@@ -1,0 +1,107 @@
+"""A mixture of experts whose rows keep their bits: what a row gets depends on no other row's routing.
+
+Each expert's product is over the rows that chose it, padded to the multiple of the model's `RowPolicy`, so that
+how many others chose the same expert does not show (tried for products of up to 32 rows, like every product). The
+parts of a row are added in the order of the experts. Products never span two pieces of a pass.
+
+On disk the experts of a layer are separate weights, or, as Transformers has them in memory, one weight for all:
+`fuse_experts` brings the first form into the second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.decode.model.attention import by_rows
+from paceline.decode.model.features import Routing
+from paceline.decode.model.linear import Linear
+
+__all__ = ["Experts", "fuse_experts"]
+
+
+class Experts:
+    """router [experts, width]; gate_up [experts, 2 * inner, width]; down [experts, width, inner]."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: Callable[[Tensor], Tensor],
+        pack: bool,
+    ) -> None:
+        self.routing, self.activation = routing, activation
+        self.router = Linear(router, pack=pack)
+        self.gate_up = [Linear(weight, pack=pack) for weight in gate_up]
+        self.down = [Linear(weight, pack=pack) for weight in down]
+
+    @property
+    def products(self) -> list[Linear]:
+        """One of each shape."""
+        return [self.router, self.gate_up[0], self.down[0]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(product.nbytes for product in (self.router, *self.gate_up, *self.down))
+
+    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], multiple: int) -> Tensor:
+        """x [rows, width] piece by piece; every piece has a multiple of `multiple` rows."""
+        return torch.cat([self._piece(x[low:high], multiple) for low, high in pieces])
+
+    def _piece(self, x: Tensor, multiple: int) -> Tensor:
+        chances = self.router(x).float().softmax(-1)
+        weights, chosen = chances.topk(self.routing.active, dim=-1)
+        if self.routing.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if not self.routing.whole_weights:
+            weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            mine = F.pad(x[rows], (0, 0, 0, -len(rows) % multiple))
+            gate, up = self.gate_up[expert](mine).chunk(2, dim=-1)
+            made = self.down[expert](by_rows(self.activation, gate) * up)[: len(rows)]
+            out.index_add_(0, rows, (made * weights[rows, places, None]).to(x.dtype))
+        return out
+
+
+_APART = re.compile(r"(.*\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+_MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def fuse_experts(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """`tensors` with the experts of each layer as one weight, under the names Transformers' modules use."""
+    if config.model_type not in ("mixtral", "qwen3_moe"):
+        return tensors
+    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    out: dict[str, Tensor] = {}
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        if match := _APART.fullmatch(name):
+            part = _MIXTRAL_NAMES.get(match[3], match[3])
+            parts.setdefault((match[1], part), {})[int(match[2])] = tensor
+        else:
+            out[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    for prefix in {prefix for prefix, _ in parts}:
+        gate, up, down = (
+            _stacked(parts.get((prefix, part), {})) for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        if gate is not None and up is not None and gate.shape == up.shape:
+            out[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        if down is not None:
+            out[f"{prefix}mlp.experts.down_proj"] = down
+    return out
+
+
+def _stacked(experts: dict[int, Tensor]) -> Tensor | None:
+    """None where one is missing or of another shape; the check of all names and shapes says so."""
+    if sorted(experts) != list(range(len(experts))) or len({t.shape for t in experts.values()}) != 1:
+        return None
+    return torch.stack([experts[i] for i in range(len(experts))])
