@@ -75,34 +75,6 @@ def test_equality_goes_on_and_sees_a_planted_difference(
     assert len(output.read_text().splitlines()) == len(lines)
 
 
-def test_speed_measures_what_is_missing_and_reports(
-    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, output = program("speed"), tmp_path / "r.jsonl"
-    arguments = ["--model", model, "--draft", model, "--shared", prompts, "--output", str(output)]
-    arguments += ["--kinds", "code_edit", "--prompts-per-kind", "2", "--max-tokens", "6", "--threads", "1"]
-    arguments += ["--dtype", "float32"]
-    assert call(module, monkeypatch, *arguments, "--rounds", "1") == 0
-    out = capsys.readouterr().out
-    for pair in ("plain / transformers", "auto / plain", "draft / plain", "auto+draft / plain"):
-        assert pair in out
-    assert "Runs of ours whose text parts from plain's: 0." in out
-    first = output.read_text()
-    assert len(first.splitlines()) == 1 + 2 * 5
-    assert call(module, monkeypatch, *arguments, "--rounds", "2", "--arms", "plain", "auto") == 0
-    assert output.read_text().startswith(first) and len(output.read_text().splitlines()) == 1 + 2 * 5 + 2 * 2
-    assert call(module, monkeypatch, *arguments, "--rounds", "9", "--report") == 0
-    assert len(output.read_text().splitlines()) == 1 + 2 * 5 + 2 * 2
-
-
-def test_calls_that_make_no_sense_are_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", model, "--output", str(tmp_path / "r.jsonl"), "--arms", "draft"]
-    assert call(program("speed"), monkeypatch, *arguments) == 2
-    assert "arms is 'draft'; allowed: transformers, plain, auto." in capsys.readouterr().err
-
-
 def test_the_cost_of_tiles_is_a_table(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

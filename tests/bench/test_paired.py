@@ -6,12 +6,14 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.paired import (
+    POOLS,
     Run,
     RunKey,
     Sample,
@@ -22,8 +24,8 @@ from paceline.bench.paired import (
     first_speed,
     geometric_mean,
     paired_ratio,
+    plan_blocks,
     prompt_ratios,
-    run_paired,
     tenant,
 )
 from paceline.bench.workloads import Workload, WorkloadPrompt
@@ -66,20 +68,25 @@ def test_two_arms_change_places_between_rounds() -> None:
     assert arm_order(["x", "y"], 0, 0) == ["x", "y"] and arm_order(["x", "y"], 0, 1) == ["y", "x"]
 
 
-def test_runs_are_interleaved_and_only_the_missing_ones_are_made() -> None:
-    arms = {"x": lambda prompt, _: sample(), "y": lambda prompt, _: sample()}
-    runs = list(run_paired(WORKLOADS, arms, 2))
-    assert len({r.key for r in runs}) == len(runs) == 2 * 3 * 2 * 2
-    for first, second in zip(runs[::2], runs[1::2], strict=True):
-        assert (first.key.kind, first.key.prompt, first.key.round) == (
-            second.key.kind,
-            second.key.prompt,
-            second.key.round,
-        )
-    done = {r.key for r in runs[:7]}
-    assert [r.key for r in run_paired(WORKLOADS, arms, 2, done=done)] == [r.key for r in runs[7:]]
+def test_blocks_of_one_set_of_prompts_follow_one_another() -> None:
+    """One sequence: a block a prompt, all its arms in a row. Several: a block a kind."""
+    planned = plan_blocks(WORKLOADS, ["x", "y"], 2)
+    keys = [key for block in planned for key in block.run_keys()]
+    assert len(set(keys)) == len(keys) == 2 * 3 * 2 * 2
+    for first, second in zip(keys[::2], keys[1::2], strict=True):
+        assert first.pair == second.pair and {first.arm, second.arm} == {"x", "y"}
+    whole = plan_blocks(WORKLOADS, ["x", "y", "z"], 1, concurrencies=(1, 4), temperatures=(0.0, 0.8), pools=POOLS)
+    assert len({(b.run_keys()[0], b.index) for b in whole}) == len(whole) == 2 * 2 * 2 * 3 * (3 + 1)
+    assert all(len(b.prompts) == (1 if b.concurrency == 1 else 3) for b in whole)
     with pytest.raises(InvalidParameter, match="one of cold, kind"):
-        list(run_paired(WORKLOADS, arms, 1, pool="warm"))
+        plan_blocks(WORKLOADS, ["x"], 1, pools=("warm",))
+
+
+def test_runs_under_different_loads_are_not_compared() -> None:
+    runs = [run("0", "base", 0, 1.0), run("0", "arm", 0, 0.5)]
+    other = [Run(replace(r.key, concurrency=4), r.sample) for r in runs]
+    assert prompt_ratios([runs[0], other[1]], "arm", "base") == {}
+    assert prompt_ratios([*runs, *other], "arm", "base") == {("a", "0"): pytest.approx(2.0)}
 
 
 def replayed(tenants: list[str]) -> list[int]:
@@ -108,7 +115,7 @@ def test_pl_10_a_repeated_prompt_does_not_replay_its_last_answer() -> None:
 def test_tenants() -> None:
     one, other = RunKey("a", "0", "x", 0), RunKey("a", "1", "x", 0)
     assert tenant(one, "cold") != tenant(other, "cold") and tenant(one, "kind") == tenant(other, "kind")
-    for changed in (RunKey("b", "0", "x", 0), RunKey("a", "0", "y", 0), RunKey("a", "0", "x", 1)):
+    for changed in (replace(one, kind="b"), replace(one, arm="y"), replace(one, round=1), replace(one, concurrency=4)):
         assert tenant(changed, "kind") != tenant(one, "kind")
 
 

@@ -33,7 +33,20 @@ from paceline.errors import UsageError
 from paceline.plan.hindsight import fixed_rounds
 from paceline.plan.probe_file import DrafterTimes, Drafts, ProbeFile, ReplayedText
 
-__all__ = ["LONGEST", "ProbeOptions", "chat_ids", "drafters_of", "make_text", "replay_all", "run_probe"]
+__all__ = [
+    "LONGEST",
+    "ProbeOptions",
+    "assemble",
+    "chat_ids",
+    "drafters_of",
+    "make_text",
+    "make_timers",
+    "processor_name",
+    "replay_all",
+    "replayed",
+    "run_probe",
+    "seed_of",
+]
 
 LONGEST = 16
 BASE_CONTEXT = 256
@@ -103,7 +116,7 @@ def run_probe(
     groups = [
         _Group(w.kind, t, list(w.prompts), prompt_count=len(w.prompts)) for w in workloads for t in options.temperatures
     ]
-    timers = _timers(llm, drafters, options.clock)
+    timers = make_timers(llm, drafters, options.clock)
     costs: dict[str, list[float]] = {name: [] for name in drafters}
     longest_step = 0.0
     for step in _steps(llm, groups, drafters, timers, costs, options):
@@ -112,7 +125,8 @@ def run_probe(
         longest_step = _longest_left(timers, longest_step)
         if spent + longest_step > options.budget_s and all(t.times() for t in timers.values()) and _enough(groups):
             break
-    return _file(llm, drafters, timers, costs, groups, options.clock() - began)
+    texts = [text for group in groups for text in group.texts]
+    return assemble(llm, drafters, timers, costs, texts, options.clock() - began)
 
 
 def drafters_of(llm: LLM) -> dict[str, Drafter]:
@@ -122,10 +136,14 @@ def drafters_of(llm: LLM) -> dict[str, Drafter]:
     return {default: known[default]} if default in known else known
 
 
-def _timers(llm: LLM, drafters: Mapping[str, Drafter], clock: Callable[[], float]) -> dict[str, PassTimer]:
+def make_timers(
+    llm: LLM, drafters: Mapping[str, Drafter], clock: Callable[[], float], largest: int = max(_WIDTHS)
+) -> dict[str, PassTimer]:
+    """Of the target's passes of up to `largest` sequences, of prefills, and of the steps of each draft model."""
     most = min(BASE_CONTEXT, max(llm.max_context - 64, 0))
-    points: list[Point] = [(b, w, most) for b, widths in _WIDTHS.items() for w in widths]
-    points += [(b, w, c) for c in _LONG_CONTEXTS if c + 8 <= llm.max_context for b, w in _LONG_POINTS]
+    batches = [b for b in _WIDTHS if b <= largest]
+    points: list[Point] = [(b, w, most) for b in batches for w in _WIDTHS[b]]
+    points += [(b, w, c) for c in _LONG_CONTEXTS if c + 8 <= llm.max_context for b, w in _LONG_POINTS if b <= largest]
     chunk = llm.engine.options.prefill_chunk
     prefill: list[Point] = [(1, w, 0) for w in _PREFILL if w <= min(chunk, llm.max_context)]
     timers = {
@@ -134,7 +152,7 @@ def _timers(llm: LLM, drafters: Mapping[str, Drafter], clock: Callable[[], float
     }
     for name, drafter in drafters.items():
         if isinstance(drafter, ModelDrafter):
-            steps: list[Point] = [(b, 1, most) for b in _WIDTHS]
+            steps: list[Point] = [(b, 1, most) for b in batches]
             timers[name] = PassTimer(drafter.model, steps, clock=clock)
     return timers
 
@@ -258,15 +276,15 @@ def replayed(text: Text, task: str, prompt: str, drafts: Mapping[str, Drafts]) -
     )
 
 
-def _file(
+def assemble(
     llm: LLM,
     drafters: Mapping[str, Drafter],
     timers: Mapping[str, PassTimer],
     costs: Mapping[str, Sequence[float]],
-    groups: Sequence[_Group],
+    texts: Sequence[ReplayedText],
     seconds: float,
 ) -> ProbeFile:
-    texts = tuple(text for group in groups for text in group.texts)
+    """What was measured as one file; `costs` are seconds a round by drafter, one for each text."""
     if not texts:
         raise UsageError("no prompt fits the context with room for an answer; shorten them or raise --max-context")
     prices = tuple(
@@ -289,7 +307,7 @@ def _file(
         passes=timers["passes"].times(),
         prefill=timers["prefill"].times(),
         drafters=prices,
-        texts=texts,
+        texts=tuple(texts),
         longest=LONGEST,
         config=_plain(llm.checkpoint.config.to_dict()),
         versions={"paceline": __version__, **{name: version(name) for name in ("torch", "transformers")}},

@@ -59,7 +59,10 @@ class ArmSummary:
 
 
 def content(sample: Sample) -> tuple[int, ...]:
-    """The output without the token that ended it."""
+    """The output without the token that ended it; of a server's answer, its words, each as a number."""
+    if sample.text is not None:
+        known: dict[str, int] = {}
+        return tuple(known.setdefault(word, len(known)) for word in sample.text.split())
     return sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
 
 
@@ -71,13 +74,13 @@ def looping_prompts(runs: Iterable[Run]) -> set[PromptKey]:
 def partings(runs: Iterable[Run], base: str) -> list[tuple[Run, int]]:
     """Runs whose tokens part from those of the arm `base` in the same round, and where."""
     runs = list(runs)
-    texts = {(r.key.kind, r.key.prompt, r.key.round): r.sample for r in runs if r.key.arm == base}
+    texts = {r.key.pair: r.sample for r in runs if r.key.arm == base}
     found = []
     for run in runs:
-        other = texts.get((run.key.kind, run.key.prompt, run.key.round))
+        other = texts.get(run.key.pair)
         if other is None or run.key.arm == base:
             continue
-        index = first_difference(run.sample.token_ids, other.token_ids)
+        index = first_difference(run.sample.words, other.words)
         if index is not None:
             found.append((run, index))
     return found
@@ -90,8 +93,8 @@ def summarise_arm(runs: Sequence[Run], arm: str, base: str, *, drafts_by_model: 
     """
     own = [r for r in runs if r.key.arm == arm]
     samples = [r.sample for r in own]
-    bases = {(r.key.kind, r.key.prompt, r.key.round) for r in runs if r.key.arm == base}
-    compared = 0 if arm == base else sum((r.key.kind, r.key.prompt, r.key.round) in bases for r in own)
+    bases = {r.key.pair for r in runs if r.key.arm == base}
+    compared = 0 if arm == base else sum(r.key.pair in bases for r in own)
     parted = sum(r.key.arm == arm for r, _ in partings(runs, base))
     draft_rounds, rounds = sum(s.draft_rounds for s in samples), sum(s.rounds for s in samples)
     in_drafts, emitted = sum(s.emitted_in_draft_rounds for s in samples), sum(s.emitted for s in samples)

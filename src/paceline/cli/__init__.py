@@ -24,6 +24,7 @@ _VERBS = (
     "pull",
     "doctor",
     "probe",
+    "bench",
     "plan",
     "explain",
     "whatif",

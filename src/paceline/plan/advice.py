@@ -48,17 +48,23 @@ class Advice:
     gains: tuple[tuple[Setting, float], ...]
 
 
-def draft_costs(probe: ProbeFile, table: PassTable, batch: int) -> dict[str, Callable[[int], float]]:
-    """By drafter: seconds of a round in which each of `batch` sequences has so many drafts verified."""
+def draft_costs(
+    probe: ProbeFile, table: PassTable, batch: int, context: float | None = None
+) -> dict[str, Callable[[int], float]]:
+    """By drafter: seconds of a round in which each of `batch` sequences has so many drafts verified on `context`
+    cached tokens (None: those the passes were timed at). A draft model's step is taken at the context of its own.
+    """
     costs: dict[str, Callable[[int], float]] = {}
     for drafter in probe.drafters:
         step = PassTable(drafter.steps).seconds(batch, 1) if drafter.steps else 0.0
-        costs[drafter.name] = _cost(table, batch, step, batch * drafter.round_s)
+        costs[drafter.name] = _cost(table, batch, context, step, batch * drafter.round_s)
     return costs
 
 
-def _cost(table: PassTable, batch: int, step_s: float, round_s: float) -> Callable[[int], float]:
-    return lambda drafted: table.seconds(batch, 1 + drafted) + drafted * step_s + round_s
+def _cost(
+    table: PassTable, batch: int, context: float | None, step_s: float, round_s: float
+) -> Callable[[int], float]:
+    return lambda drafted: table.seconds(batch, 1 + drafted, context) + drafted * step_s + round_s
 
 
 def advise(probe: ProbeFile, texts: Sequence[ReplayedText], batches: Sequence[int], *, seed: int = 0) -> list[Advice]:
