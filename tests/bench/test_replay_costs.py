@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from tiny_decoders import tiny_decoder
 from toy import Lab, ToyModel, request, scripted
 
-from paceline.bench.replay import Text, matched_tokens, replay, replay_by_prefill, replay_token_by_token
+from paceline.bench.replay import (
+    Text,
+    matched_tokens,
+    model_of,
+    replay,
+    replay_by_prefill,
+    replay_by_rounds,
+    replay_token_by_token,
+)
 from paceline.core.proposal import Proposal
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Needs, SequenceView
@@ -56,8 +64,9 @@ def _asked(own: ModelDrafter, text: Text, done: int, budget: int) -> tuple[int, 
 def test_one_prefill_replays_a_draft_model(temperature: float, ended: bool) -> None:
     text = written(1, temperature, (4, 9), ended)
     own = drafter(1)
-    drafts = replay_by_prefill(own, text, 4)
-    assert replay(own, text, 4) == (drafts, 0.0)
+    drafts = replay_by_prefill(own.model, 128, text, 4)
+    assert replay(own, text, 4) == (drafts, 0.0) and model_of(own) is own.model
+    assert replay_by_rounds(own, text, 4) == drafts
     for i in range(len(text.output) - 1):
         done = i + 1
         budget = text.budget(done, 4)
@@ -78,12 +87,12 @@ def test_the_twin_can_fail() -> None:
     assert position_key(key, 4, Purpose.TARGET) != position_key(key, 5, Purpose.TARGET)
     shifted = written(1, 0.9, (), True)
     moved = Text(shifted.prompt, shifted.output, True, shifted.params, VOCAB, shifted.noise_key + 1)
-    assert replay_by_prefill(drafter(1), moved, 4) != replay_by_prefill(drafter(1), shifted, 4)
+    assert replay(drafter(1), moved, 4) != replay(drafter(1), shifted, 4)
 
 
 def test_what_a_draft_cannot_read_it_does_not_draft() -> None:
     text = Text((1, 2), (VOCAB + 5, 3, 4), True, SamplingParams(), VOCAB + 10)
-    assert replay_by_prefill(drafter(0), text, 4) == Drafts((0, 0), (0, 0))
+    assert replay_by_prefill(drafter(0).model, 128, text, 4) == Drafts((0, 0), (0, 0))
 
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=24)

@@ -20,12 +20,11 @@ import torch
 from paceline import __version__
 from paceline.bench.loops import find_loop
 from paceline.bench.pass_timer import PassTimer, Point
-from paceline.bench.replay import Text, replay
+from paceline.bench.replay import Text, model_of, replay
 from paceline.bench.workloads import Workload, WorkloadPrompt
 from paceline.core.output import Completion
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter
-from paceline.decode.draft.model import ModelDrafter
 from paceline.decode.llm import LLM
 from paceline.decode.sequence import DraftSettings
 from paceline.decode.verify.noise import request_key
@@ -151,9 +150,9 @@ def make_timers(
         "prefill": PassTimer(llm.engine.model, prefill, prefill=True, clock=clock),
     }
     for name, drafter in drafters.items():
-        if isinstance(drafter, ModelDrafter):
+        if (model := model_of(drafter)) is not None:
             steps: list[Point] = [(b, 1, most) for b in batches]
-            timers[name] = PassTimer(drafter.model, steps, clock=clock)
+            timers[name] = PassTimer(model, steps, clock=clock)
     return timers
 
 

@@ -1,6 +1,6 @@
 """What each drafter would have proposed at every position of a text that is there already.
 
-Two ways, with the same result:
+Three ways, with the same result:
 
 - any drafter: the text is committed token by token; before each the drafter is asked, and nothing it says counts;
 - a draft model: one prefill of the text. As long as its drafts match the text they *are* the text, so its next draft
@@ -8,6 +8,8 @@ Two ways, with the same result:
   how far a draft from any position matches is a run of agreements. Under `coupled` a draw belongs to its absolute
   position, so this holds at every temperature. (The pass over many rows can round differently from single steps;
   it then differs only where two tokens are all but tied.)
+- a draft model that reads the text in its own way: the same runs, found round by round, each from where the last
+  one ended.
 
 Refused: drafters that need hidden states of the target, which a text does not hold.
 """
@@ -26,7 +28,9 @@ from torch import Tensor
 from paceline.core.proposal import Proposal
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter, SequenceView
+from paceline.decode.draft.layer_skip import LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
+from paceline.decode.draft.translate import TranslatingDrafter
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
 from paceline.decode.verify.noise import Purpose, position_key
@@ -35,7 +39,8 @@ from paceline.decode.verify.probabilities import draw, greedy_tokens
 from paceline.errors import RequestFailed, UsageError
 from paceline.plan.probe_file import Drafts
 
-__all__ = ["Text", "matched_tokens", "replay", "replay_by_prefill", "replay_token_by_token"]
+__all__ = ["Text", "matched_tokens", "model_of", "replay", "replay_by_prefill", "replay_by_rounds",
+           "replay_token_by_token"]  # fmt: skip
 
 _CHUNK = 512
 _LOGIT_ROWS = 64
@@ -65,6 +70,16 @@ class Text:
         return PrefixState(self.prompt, self.params, self.vocab_size, self.eos_token_ids)
 
 
+def model_of(drafter: Drafter) -> TargetModel | None:
+    """The model whose passes are this drafter's steps; None for one that has none."""
+    match drafter:
+        case ModelDrafter() | TranslatingDrafter():
+            return drafter.model
+        case LayerSkipDrafter():
+            return drafter.exit
+    return None
+
+
 def replay(
     drafter: Drafter, text: Text, longest: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Drafts, float]:
@@ -74,25 +89,39 @@ def replay(
     """
     if drafter.needs.hidden_layers:
         raise UsageError(f"the drafter {drafter.name} needs hidden states of the target; a text cannot replay it")
-    if isinstance(drafter, ModelDrafter):
-        return replay_by_prefill(drafter, text, longest), 0.0
+    match drafter:
+        case ModelDrafter():
+            return replay_by_prefill(drafter.model, drafter.max_positions, text, longest), 0.0
+        case LayerSkipDrafter():
+            return replay_by_prefill(drafter.exit, drafter.exit.max_positions, text, longest), 0.0
+        case TranslatingDrafter():
+            return replay_by_rounds(drafter, text, longest), 0.0
     return replay_token_by_token(drafter, text, longest, clock)
 
 
-def replay_token_by_token(
-    drafter: Drafter, text: Text, longest: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[Drafts, float]:
-    """See the module's docstring; works with every drafter."""
-    prefix = text.prefix()
-    view = SequenceView(
+def _view(text: Text) -> SequenceView:
+    return SequenceView(
         key=-1 - next(_KEYS),  # none of an engine's
         tokens=list(text.prompt),
         prompt_len=len(text.prompt),
         params=text.params,
         noise_key=text.noise_key,
         tenant=f"replay/{next(_KEYS)}",
-        prefix=prefix,
+        prefix=text.prefix(),
     )
+
+
+def _commit(drafter: Drafter, view: SequenceView, tokens: Sequence[int]) -> None:
+    view.tokens.extend(tokens)
+    view.prefix.commit(list(tokens))
+    drafter.observe([view], [None])
+
+
+def replay_token_by_token(
+    drafter: Drafter, text: Text, longest: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Drafts, float]:
+    """See the module's docstring; works with every drafter."""
+    view = _view(text)
     proposals: list[Proposal] = []
     spent = 0.0
     drafter.begin(view)
@@ -101,9 +130,7 @@ def replay_token_by_token(
             began = clock()
             if done > 0:
                 proposals += drafter.propose([view], [text.budget(done, longest)])
-            view.tokens.append(token)
-            prefix.commit([token])
-            drafter.observe([view], [None])
+            _commit(drafter, view, [token])
             spent += clock() - began
     finally:
         drafter.end(view)
@@ -132,19 +159,44 @@ def matched_tokens(proposal: Proposal, rest: Sequence[int]) -> int:
     return len(rest)
 
 
-def replay_by_prefill(drafter: ModelDrafter, text: Text, longest: int) -> Drafts:
-    """See the module's docstring."""
+def replay_by_rounds(drafter: Drafter, text: Text, longest: int) -> Drafts:
+    """See the module's docstring; for drafters of chains that go on alike from every token of their own draft."""
+    positions = len(text.output) - 1
+    agrees, stated = [False] * positions, [0.0] * positions
+    view = _view(text)
+    drafter.begin(view)
+    done = 0
+    try:
+        while done < positions:
+            _commit(drafter, view, text.output[len(view.tokens) - len(text.prompt) : done + 1])
+            (proposal,) = drafter.propose([view], [text.budget(done + 1, longest)])
+            matched = matched_tokens(proposal, text.output[done + 1 :])
+            agrees[done : done + matched] = [True] * matched
+            told = (proposal.confidence or (0.0,) * len(proposal))[: min(matched + 1, positions - done)]
+            stated[done : done + len(told)] = told
+            done += matched if 0 < matched == len(proposal) else matched + 1
+    finally:
+        drafter.end(view)
+    return _from_agreement(text, agrees, stated, longest)
+
+
+def replay_by_prefill(model: TargetModel, max_positions: int, text: Text, longest: int) -> Drafts:
+    """See the module's docstring; `model` drafts for a context of at most `max_positions`."""
     positions = len(text.output) - 1
     tokens = [*text.prompt, *text.output]
-    readable = max(tokens) < drafter.model.vocab_width and len(tokens) <= drafter.max_positions
-    if positions < 1 or not readable:
+    if positions < 1 or max(tokens) >= model.vocab_width or len(tokens) > max_positions:
         return Drafts((0,) * max(positions, 0), (0,) * max(positions, 0))
     agrees: list[bool] = []
     stated: list[float] = []
-    for first, logits in _logits_along(drafter.model, tokens[:-1], len(text.prompt)):
+    for first, logits in _logits_along(model, tokens[:-1], len(text.prompt)):
         drawn, chance = _draws(text, logits, first + 1)
         agrees += [d == t for d, t in zip(drawn, tokens[first + 1 :], strict=False)]
         stated += chance
+    return _from_agreement(text, agrees, stated, longest)
+
+
+def _from_agreement(text: Text, agrees: Sequence[bool], stated: Sequence[float], longest: int) -> Drafts:
+    """Drafts from every position, where it is known whether the draft at each is the text's token."""
     proposed = [text.budget(done, longest) for done in range(1, len(text.output))]
     matched = [_run(agrees, i, most) for i, most in enumerate(proposed)]
     confidence = tuple(

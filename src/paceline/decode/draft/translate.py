@@ -78,8 +78,9 @@ class TranslatingDrafter:
     ) -> None:
         self.name = name
         self._joint = JointIds(translation)
+        self.model = TranslatedModel(model, translation)
         self._drafter = ModelDrafter(
-            TranslatedModel(model, translation),
+            self.model,
             name=name,
             max_positions=max_positions,
             slots=slots,
