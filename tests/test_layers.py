@@ -18,7 +18,7 @@ ALLOWED = {
     "plan": {"core", "plan"},
     "decode": {"core", "plan", "decode"},
     "report": {"core", "plan", "report"},
-    "serve": {"core", "plan", "decode", "serve"},
+    "serve": {"core", "plan", "decode", "report", "serve"},
     "bench": {"core", "plan", "decode", "report", "bench"},
 }
 

@@ -43,6 +43,7 @@ class Running:
     def wait_idle(self, seconds: float = 10.0) -> None:
         until = time.perf_counter() + seconds
         while self.engine.has_work or self.server.service.thread.held:
+            assert not self.server.service.thread.dead, "the engine failed"
             assert time.perf_counter() < until, "the engine does not come to rest"
             time.sleep(0.01)
 

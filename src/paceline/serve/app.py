@@ -38,6 +38,9 @@ from paceline.serve.service import Answer, Service
 __all__ = ["create_app"]
 
 _LOG = logging.getLogger(__name__)
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 _OPEN_PATHS = frozenset({"/", "/health"})
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -120,12 +123,12 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         told |= {"drafters": service.drafters}
         return told | service.metrics.live.snapshot()
 
-    page = files("paceline.serve").joinpath("page.html").read_text(encoding="utf-8")
+    style = files("paceline.report").joinpath("page.css").read_text(encoding="utf-8")
+    page = files("paceline.serve").joinpath("page.html").read_text(encoding="utf-8").replace("__STYLE__", style)
 
     @app.get("/", summary="The live page", include_in_schema=False)
     async def root() -> HTMLResponse:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
 
 
 class _Keys:

@@ -78,10 +78,12 @@ class Reply:
     async def deltas(self) -> AsyncIterator[Delta]:
         """Everything new, choice by choice, until all have ended. Leaving early cancels the rest."""
         try:
-            while any(job.left for job in self.jobs) or self._waiting:
+            while True:
                 if self._failure is not None:
                     raise self._failure
                 if not self._waiting:
+                    if not any(job.left for job in self.jobs):
+                        return
                     self._news.clear()
                     await self._news.wait()
                     continue
