@@ -11,14 +11,19 @@ import torch
 from drafter_toys import Loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from tiny_decoders import tiny_decoder
 from toy import Lab, ToyModel, hashed, request
 
-from paceline.core.proposal import Proposal
+from paceline.core.proposal import Dense, Proposal
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import SequenceView
 from paceline.decode.draft.model import ModelDrafter
+from paceline.decode.verify.chances import RoundNoise
+from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
+from paceline.decode.verify.rejection import verify_rejection
+from paceline.decode.verify.rules import row_paths
 from paceline.errors import InvalidParameter
 
 WIDTH = 7
@@ -201,8 +206,8 @@ def test_text_is_that_of_plain_decoding(lab: Lab, temperature: float, dtype: tor
         got = results[r.request_id]
         assert [(x.tokens, x.logprobs) for x in got] == [(x.tokens, x.logprobs) for x in plain]
         if r.draft.drafter == "self" and r.draft.tree_size:
-            stats = got[0].sequence.stats
-            assert stats.accepted >= stats.draft_rounds - 1, "the first sibling is the target's own token"
+            counts = got[0].sequence.stats
+            assert counts.accepted >= counts.draft_rounds - 1, "the first sibling is the target's own token"
     for made in drafters.values():
         made.check_idle()
 
@@ -220,3 +225,76 @@ def test_trees_of_a_model_are_refused_where_they_have_no_proof(lab: Lab) -> None
     engine = lab.engine(ToyModel(LOGITS, WIDTH), {"model": drafter()})
     with pytest.raises(InvalidParameter, match="at least draft_length"):
         engine.add(request([1], draft="model", length=5, tree=4))
+
+
+class ByIdentity(ModelDrafter):
+    """The fault: a drawn sibling that the draft finds unlikely is left out, having been seen."""
+
+    def propose(self, views: Any, budgets: Any) -> list[Proposal]:
+        return [drop_unlikely(proposal) for proposal in super().propose(views, budgets)]
+
+
+def drop_unlikely(proposal: Proposal) -> Proposal:
+    assert isinstance(proposal.distribution, Dense)
+    probs = proposal.distribution.probs
+    kept: list[int] = []
+    for node, parent in enumerate(proposal.parents):
+        if probs[node, proposal.tokens[node]] > 0.25 and (parent is None or parent in kept):
+            kept.append(node)
+    parents = [proposal.parents[node] for node in kept]
+    return Proposal(
+        tuple(proposal.tokens[node] for node in kept),
+        tuple(None if parent is None else kept.index(parent) for parent in parents),
+        Dense(probs[kept]),
+        proposal.drafter,
+    )
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["sound", "fault"])
+def test_drawn_trees_under_rejection_have_the_targets_law(fault: bool) -> None:
+    """Of 800 rounds the first two tokens against the product of target probabilities; alarms falsely in 1e-6."""
+    width, prompt, trials = 4, [1], 800
+    target, draft = hashed(width, seed=3, scale=1.0), hashed(width, seed=4, scale=1.0)
+
+    def probs(text: tuple[int, ...]) -> np.ndarray:
+        row = np.exp(target((*prompt, *text)).astype(float))
+        return np.asarray(row / row.sum())
+
+    kind = ByIdentity if fault else ModelDrafter
+    made = kind(ToyModel(draft, width), name="model", max_positions=50, slots=50)
+    generator, counts, accepted = np.random.default_rng(0), np.zeros((width, width)), 0
+    for first in range(0, trials, 50):
+        views = [view_of(prompt, 5, key, request_key(first + key, 0), temperature=1.0) for key in range(50)]
+        for view in views:
+            view.verify, view.prefix = "rejection", PrefixState(prompt, view.params, width, frozenset())
+            made.begin(view)
+        for view, proposal in zip(views, made.propose(views, [2] * 50), strict=True):
+            rows = [torch.from_numpy(probs(tuple(path))) for path in row_paths(proposal)]
+            verdict = verify_rejection(proposal, rows, RoundNoise(view.noise_key, len(prompt)))
+            text = verdict.tokens(proposal)
+            accepted += len(verdict.path)
+            second = text[1] if len(text) > 1 else generator.choice(width, p=probs((text[0],)))
+            counts[text[0], second] += 1
+            made.end(view)
+    law = np.array([[probs(())[i] * probs((i,))[j] for j in range(width)] for i in range(width)])
+    pvalue = stats.chisquare(counts.ravel(), law.ravel() * trials).pvalue
+    assert (pvalue < 1e-6) == fault, (pvalue, counts)
+    assert fault or accepted > trials / 2
+
+
+def test_the_shape_of_a_drawn_tree_is_settled_before_it_is_drawn() -> None:
+    """Whatever is drawn, whenever there are enough tokens to draw; each row is what the node was drawn from."""
+    shapes = set()
+    for noise_key in range(10):
+        view = view_of([1, 2], 9, noise_key=noise_key, temperature=1.0)
+        view.verify = "rejection"
+        made = drafter()
+        made.begin(view)
+        (proposal,) = made.propose([view], [3])
+        shapes.add((proposal.parents, proposal.confidence))
+        assert isinstance(proposal.distribution, Dense) and len(proposal) == 9
+        for node in range(9):
+            path = path_of(proposal, node)[:-1]
+            row = np.exp(LOGITS((1, 2, *path)).astype(float))
+            np.testing.assert_allclose(proposal.distribution.probs[node].numpy(), row / row.sum(), rtol=1e-5)
+    assert len(shapes) == 1

@@ -24,6 +24,8 @@ DRAFTS = [
     *(DraftSettings(name, length) for name in ("ngram", "suffix", "auto") for length in (7, None)),
     DraftSettings("suffix", 15),
     DraftSettings("model:smollm2-135m", 7),
+    DraftSettings("suffix", 7, tree_size=12),
+    DraftSettings("model:smollm2-135m", 4, tree_size=9),
 ]
 
 

@@ -11,7 +11,6 @@ from paceline.decode.draft.base import Drafter, SequenceView
 from paceline.decode.stopping import StopChecker
 from paceline.decode.verify.leniency import Leniency
 from paceline.decode.verify.prefix import PrefixState
-from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter
 
 __all__ = ["DraftSettings", "Phase", "Request", "Sequence", "check_tree_size"]
@@ -50,9 +49,6 @@ def check_tree_size(settings: DraftSettings, drafter: Drafter | None) -> None:
         raise InvalidParameter("tree_size", size, "nothing unless draft_length fixes the longest path")
     if size < length:
         raise InvalidParameter("tree_size", size, f"at least draft_length ({length})")
-    if not get_rule(settings.verify).length_may_see_drafts and (drafter.needs.own_kv or drafter.needs.shares_target):
-        allowed = f"nothing under {settings.verify} where {settings.drafter} drafts: the shape depends on what it drew"
-        raise InvalidParameter("tree_size", size, allowed, "Use coupled, or `suffix`.")
 
 
 @dataclass(frozen=True, slots=True)

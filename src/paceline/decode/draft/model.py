@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.draws import draft_key, reports_probs
-from paceline.decode.draft.model_tree import GrowingTree, WrittenTree, grow_trees
+from paceline.decode.draft.model_tree import WrittenTree, grow_trees, new_tree
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
 from paceline.decode.verify.probabilities import draw, greedy_tokens, is_plain_greedy, to_probs
@@ -122,7 +122,7 @@ class ModelDrafter:
             assert g.view.tree_size is not None
             ends = frozenset() if g.view.params.ignore_eos else self._stop_ids
             trees.append(
-                GrowingTree(g.view, g.state.slot, len(g.tokens), g.budget, g.view.tree_size, self._limit(g.view), ends)
+                new_tree(g.view, g.state.slot, len(g.tokens), g.budget, g.view.tree_size, self._limit(g.view), ends)
             )
         grow_trees(self.model, self.cache, trees, logits)
         for g, tree in zip(active, trees, strict=True):

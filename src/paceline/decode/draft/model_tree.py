@@ -10,6 +10,10 @@ the target's draw does not look at the tree, which only decides how much of it i
 A tree holds the `size` most probable nodes by the product of chances on their paths. It shrinks from parent to child,
 so a node that falls out of the best stays out with all that hangs on it, and D passes find the best tree of depth D.
 
+Under a rule that tests drafts against what they were drawn from (`rejection`) a tree's shape must not depend on what
+is drawn. There it is laid down beforehand (`ShapedTree`), by what siblings are worth on the whole; the siblings of a
+node are drawn without replacement, the first of a race of the drafts' own noise, and each says what it was drawn from.
+
 The rows of a tree lie in the cache behind the committed ones, in the order they were run; of the path that was
 committed they are kept, the rest is forgotten (`WrittenTree`).
 """
@@ -18,20 +22,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache as remember
 
 import torch
 from torch import Tensor
 
-from paceline.core.proposal import Proposal
+from paceline.core.proposal import Dense, Distribution, OneHot, Proposal
 from paceline.decode.cache import KVCache
 from paceline.decode.draft.base import SequenceView
+from paceline.decode.draft.draws import draft_key, reports_probs
+from paceline.decode.draft.grow import Node, grow
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Level, Span, build_inputs
-from paceline.decode.verify.noise import Purpose, position_key
-from paceline.decode.verify.probabilities import is_plain_greedy, leading_tokens, leading_tokens_greedy
+from paceline.decode.verify.probabilities import is_plain_greedy, leading_tokens, leading_tokens_greedy, to_probs
 from paceline.errors import RequestFailed
 
-__all__ = ["GrowingTree", "WrittenTree", "grow_trees"]
+__all__ = ["GrowingTree", "ShapedTree", "WrittenTree", "grow_trees", "new_tree"]
+
+# Chance that the target takes the first sibling, the second given not the first, ... of a drawn tree: a shape is
+# laid down before anything is known of its nodes. Any numbers are exact; these only say how broad trees are.
+_SIBLING_CHANCES = (0.6, 0.15, 0.06, 0.03, 0.02, 0.01)
 
 
 @dataclass(slots=True)
@@ -88,18 +98,23 @@ class GrowingTree:
     best: list[int] = field(default_factory=list)
     row_of: dict[int, int] = field(default_factory=dict)
 
-    def add(self, parent: int | None, tokens: Seq[int], chances: Seq[float]) -> None:
+    def add(
+        self, parent: int | None, tokens: Seq[int], chances: Seq[float], drawn_from: Tensor | None = None
+    ) -> None:
         """Children of a node, likeliest first; those that cannot be among the best are left out."""
         above = 1.0 if parent is None else self.survival[parent]
         least = self.survival[self.best[-1]] if len(self.best) == self.size else 0.0
         for token, chance in zip(tokens, chances, strict=True):
             if above * chance <= least:
                 break
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.chances.append(chance)
-            self.survival.append(above * chance)
-            self.depths.append(1 if parent is None else self.depths[parent] + 1)
+            self._append(parent, token, chance)
+
+    def _append(self, parent: int | None, token: int, chance: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        self.survival.append(chance if parent is None else self.survival[parent] * chance)
+        self.depths.append(1 if parent is None else self.depths[parent] + 1)
 
     def choose(self) -> None:
         """Settles which nodes are the best, likeliest first; a parent stands before its children."""
@@ -142,9 +157,62 @@ class GrowingTree:
         return Proposal(
             tuple(self.tokens[node] for node in self.best),
             tuple(None if parent is None else place[parent] for parent in parents),
-            drafter=name,
-            confidence=tuple(self.chances[node] for node in self.best),
+            self.distribution(),
+            name,
+            tuple(self.chances[node] for node in self.best),
         )
+
+    def distribution(self) -> Distribution:
+        return OneHot()
+
+
+@dataclass(slots=True)
+class ShapedTree(GrowingTree):
+    """A tree whose shape is known before its tokens: node i of `shape` takes sibling number `shape[i].token`.
+
+    Where fewer tokens can be drawn than a node has siblings, the last ones and what hangs on them are left out.
+    """
+
+    shape: Seq[Node] = ()
+    shape_of: list[int] = field(default_factory=list)  # node -> its place in the shape
+    rows: list[Tensor] = field(default_factory=list)  # node -> what it was drawn from [vocab]
+
+    def add(
+        self, parent: int | None, tokens: Seq[int], chances: Seq[float], drawn_from: Tensor | None = None
+    ) -> None:
+        assert drawn_from is not None, "a drawn tree says what it was drawn from"
+        place = None if parent is None else self.shape_of[parent]
+        children = [i for i, node in enumerate(self.shape) if node.parent == place]
+        for i, token, chance in zip(children, tokens, chances, strict=False):
+            if chance <= 0:
+                break
+            self._append(parent, token, self.shape[i].chance)
+            self.shape_of.append(i)
+            self.rows.append(drawn_from)
+
+    def choose(self) -> None:
+        self.best = list(range(len(self.tokens)))
+
+    def frontier(self, depth: int, room: int) -> list[int]:
+        inner = {node.parent for node in self.shape}
+        return [n for n in GrowingTree.frontier(self, depth, room) if self.shape_of[n] in inner]
+
+    def distribution(self) -> Distribution:
+        return Dense(torch.stack(self.rows))
+
+
+def new_tree(
+    view: SequenceView, slot: int, base: int, depth: int, size: int, limit: int, ends: frozenset[int]
+) -> GrowingTree:
+    """The kind of tree that the request's rule asks for."""
+    if reports_probs(view):
+        return ShapedTree(view, slot, base, depth, size, limit, ends, shape=_shape(depth, size))
+    return GrowingTree(view, slot, base, depth, size, limit, ends)
+
+
+@remember
+def _shape(depth: int, size: int) -> tuple[Node, ...]:
+    return tuple(grow(lambda path: enumerate(_SIBLING_CHANCES), depth, size, 0.0))
 
 
 def grow_trees(
@@ -202,7 +270,7 @@ def _branch_one(tree: GrowingTree, nodes: Seq[int | None], logits: Tensor) -> No
     """Under the request's options; nothing is added after a node whose logits allow no token."""
     view = tree.view
     paths = [[tree.tokens[at] for at in tree.path(node)] for node in nodes]
-    keys = [position_key(view.noise_key, len(view.tokens) + len(path), Purpose.TARGET) for path in paths]
+    keys = [draft_key(view, len(view.tokens) + len(path)) for path in paths]
     noise = torch.tensor(keys, device=logits.device)
     try:
         tokens, chances = leading_tokens(logits, view.params, view.prefix, paths, noise, tree.size)
@@ -210,5 +278,6 @@ def _branch_one(tree: GrowingTree, nodes: Seq[int | None], logits: Tensor) -> No
         for i, node in enumerate(nodes) if len(nodes) > 1 else ():
             _branch_one(tree, [node], logits[i : i + 1])
         return
-    for node, own, shares in zip(nodes, tokens.tolist(), chances.tolist(), strict=True):
-        tree.add(node, own, shares)
+    probs = to_probs(logits, view.params, view.prefix, paths) if reports_probs(view) else [None] * len(nodes)
+    for node, own, shares, row in zip(nodes, tokens.tolist(), chances.tolist(), probs, strict=True):
+        tree.add(node, own, shares, row)

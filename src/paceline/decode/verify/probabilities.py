@@ -84,9 +84,9 @@ def leading_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The first tokens of each row's race E / p, both [rows, count or the ids there are]: ids, and their shares.
 
-    The first is what `draw` gives. A share is p / E over the sum of p / E (at temperature 0 p over the sum, p from
-    the processed logits), 0 for a token that cannot be drawn. Without truncation the race is seen through its 64
-    most promising blocks: later tokens may miss one of another block. Raises RequestFailed.
+    They are drawn without replacement from p, one after another; the first is what `draw` gives. A share is p / E over
+    the sum of p / E of the blocks that were looked at (at temperature 0 p over the sum, p from the processed logits),
+    0 for a token that cannot be drawn. Raises RequestFailed.
     """
     real = _real_logits(logits, params, prefix, paths)
     if params.greedy:
@@ -98,14 +98,26 @@ def leading_tokens(
     kept = kept_tokens(real, params, top, maxima)
     if kept is None:
         bounds = scaled(maxima, top, params.temperature) - block_minima(keys, maxima.shape[1]).log_()
-        ids, noise = block_members(keys, bounds.topk(min(64, bounds.shape[1]), dim=-1).indices)
-        scores = scaled(members(real, ids), top, params.temperature) - noise.log_()
+        scores, ids = _scores_of_blocks(real, bounds, top, keys, 64, params.temperature)
+        last = scores.topk(min(count, scores.shape[1]), dim=-1).values[:, -1:]
+        rivals = int((bounds > last).sum(-1).max())  # blocks that may hold one of the first
+        if rivals > 64:
+            scores, ids = _scores_of_blocks(real, bounds, top, keys, rivals, params.temperature)
     else:
         ids, keep = kept
         scores = scaled(real.gather(1, ids), top, params.temperature) - exponential_noise(keys, ids).log_()
         scores.masked_fill_(~keep, -math.inf)
     shares, order = scores.softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
     return _winner_first(ids.gather(1, order), draw(logits, params, prefix, paths, keys)), shares.float()
+
+
+def _scores_of_blocks(
+    real: Tensor, bounds: Tensor, top: Tensor, keys: Tensor, count: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Scores and ids of the tokens of the `count` blocks with the highest bounds, both [rows, tokens]."""
+    chosen = bounds.topk(min(count, bounds.shape[1]), dim=-1).indices
+    ids, noise = block_members(keys, chosen)
+    return scaled(members(real, ids), top, temperature) - noise.log_(), ids
 
 
 def _leaders(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
