@@ -78,7 +78,7 @@ def test_contexts_add_what_was_fitted_there() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=5, max_size=5), st.integers(1, 40))
 def test_more_rows_are_never_cheaper(times: list[float], width: int) -> None:
-    points = [PassTime(1, w, 256, (t,)) for w, t in zip((1, 2, 4, 8, 16), times, strict=True)]
+    points = [PassTime(1, w, 256, (t,) * 3) for w, t in zip((1, 2, 4, 8, 16), times, strict=True)]
     table = PassTable(points)
     assert table.seconds(1, width + 1) >= table.seconds(1, width) - 1e-12
-    assert resampled(points, random.Random(0)).seconds(1, width) == table.seconds(1, width)
+    assert resampled(points, random.Random(0)).seconds(1, width) == pytest.approx(table.seconds(1, width))

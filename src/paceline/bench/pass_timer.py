@@ -6,7 +6,6 @@ cache holds zeros; how long a pass takes does not depend on what it reads.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,10 +40,8 @@ class PassTimer:
         self._caches: dict[int, KVCache] = {}
 
     def sweep(self, points: Sequence[Point] | None = None) -> None:
-        """Every point once more; the first time each is run before, unmeasured."""
+        """Every point once more."""
         for point in self._points if points is None else points:
-            if point not in self._seconds:
-                self._run(point)
             self._seconds.setdefault(point, []).append(self._run(point))
 
     def widest(self, share: float) -> list[Point]:
@@ -53,18 +50,18 @@ class PassTimer:
         return unsure[: max(1, round(share * len(unsure)))]
 
     def times(self) -> tuple[PassTime, ...]:
-        """What was measured so far."""
-        return tuple(PassTime(*p, tuple(self._seconds[p])) for p in self._points if p in self._seconds)
+        """What was measured so far, without the first run of a point once there are two more: it is the slowest."""
+        return tuple(PassTime(*p, self._kept(p)) for p in self._points if p in self._seconds)
+
+    def _kept(self, point: Point) -> tuple[float, ...]:
+        seconds = self._seconds.get(point, [])
+        return tuple(seconds[1:] if len(seconds) > 2 else seconds)
 
     def _doubt(self, point: Point) -> float:
-        seconds = self._seconds.get(point, [])
+        seconds = self._kept(point)
         if len(seconds) < 3:
-            return float(10 - len(seconds))
-        return PassTime(*point, tuple(seconds)).spread / len(seconds) ** 0.5
-
-    def sweep_s(self) -> float:
-        """About how long one sweep over all points takes."""
-        return sum(statistics.median(s) for s in self._seconds.values())
+            return float(10 - len(self._seconds.get(point, [])))
+        return PassTime(*point, seconds).spread / len(seconds) ** 0.5
 
     def _run(self, point: Point) -> float:
         batch, width, context = point

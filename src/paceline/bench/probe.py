@@ -8,6 +8,7 @@ number of texts, and repeats to the passes with the widest spread.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -26,6 +27,7 @@ from paceline.core.output import Completion
 from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.base import Drafter
 from paceline.decode.llm import LLM
+from paceline.decode.model.checkpoint import inspect_checkpoint
 from paceline.decode.sequence import DraftSettings
 from paceline.decode.verify.noise import request_key
 from paceline.errors import UsageError
@@ -59,6 +61,7 @@ _WIDTHS: Mapping[int, tuple[int, ...]] = {
 _LONG_CONTEXTS = (1024, 2048)
 _LONG_POINTS = ((1, 1), (1, 8), (4, 1), (4, 4))
 _PREFILL = (64, 128, 256, 512)
+_REPEATS = 9  # of every pass at most
 _AT_THE_DEPTH = 4  # the draft length at which uncertainty of AL is weighed
 
 
@@ -117,13 +120,14 @@ def run_probe(
     ]
     timers = make_timers(llm, drafters, options.clock)
     costs: dict[str, list[float]] = {name: [] for name in drafters}
-    longest_step = 0.0
-    for step in _steps(llm, groups, drafters, timers, costs, options):
+    took: dict[str, float] = {}
+    for name, step in _steps(llm, groups, drafters, timers, costs, options):
         spent = options.clock() - began
-        progress(min(spent / options.budget_s, 1.0), f"{sum(len(g.texts) for g in groups)} texts, {step}")
-        longest_step = _longest_left(timers, longest_step)
-        if spent + longest_step > options.budget_s and all(t.times() for t in timers.values()) and _enough(groups):
+        if spent + took.get(name, 0.0) > options.budget_s and _enough(groups, timers):
             break
+        progress(min(spent / options.budget_s, 1.0), f"{sum(len(g.texts) for g in groups)} texts, {name}")
+        step()
+        took[name] = options.clock() - began - spent
     texts = [text for group in groups for text in group.texts]
     return assemble(llm, drafters, timers, costs, texts, options.clock() - began)
 
@@ -163,30 +167,27 @@ def _steps(
     timers: Mapping[str, PassTimer],
     costs: dict[str, list[float]],
     options: ProbeOptions,
-) -> Iterator[str]:
-    """Work in pieces, after each of which the probe may stop; texts and timings by turns, without end."""
-    for timer in timers.values():
-        timer.sweep()
-        yield "timing passes"
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(name, work) of pieces before each of which the probe may stop: timings and texts by turns."""
+
+    def sweep(share: float) -> None:
+        for name, timer in timers.items():
+            if share == 1.0 or name != "prefill":
+                timer.sweep(timer.widest(share))
+
+    yield "first timings", lambda: sweep(1.0)
     while True:
         batch = _next_prompts(groups, options.together)
         if batch:
-            _answer(llm, batch, drafters, costs, options)
-            yield "replaying drafters"
-        for name, timer in timers.items():
-            if name != "prefill":
-                timer.sweep(timer.widest(0.5))
-        yield "timing passes"
-        if not batch and all(len(p.seconds) >= 9 for p in timers["passes"].times()):
+            yield "replaying drafters", lambda batch=batch: _answer(llm, batch, drafters, costs, options)  # type: ignore[misc]
+        elif all(len(p.seconds) >= _REPEATS for p in timers["passes"].times()):
             return
+        yield "timing passes", lambda: sweep(0.5)
 
 
-def _longest_left(timers: Mapping[str, PassTimer], known: float) -> float:
-    return max(known, 0.5 * sum(t.sweep_s() for n, t in timers.items() if n != "prefill"))
-
-
-def _enough(groups: Sequence[_Group]) -> bool:
-    return all(g.texts for g in groups if g.prompt_count)
+def _enough(groups: Sequence[_Group], timers: Mapping[str, PassTimer]) -> bool:
+    """Whether there is something of everything."""
+    return all(t.times() for t in timers.values()) and all(g.texts for g in groups if g.prompt_count)
 
 
 def _next_prompts(groups: Sequence[_Group], most: int) -> list[tuple[_Group, WorkloadPrompt]]:
@@ -292,6 +293,7 @@ def assemble(
             name.partition(":")[0],
             statistics.median(costs[name]) if costs[name] else 0.0,
             timers[name].times() if name in timers else (),
+            _draft_config(llm, name),
         )
         for name in drafters
     )
@@ -309,8 +311,21 @@ def assemble(
         texts=tuple(texts),
         longest=LONGEST,
         config=_plain(llm.checkpoint.config.to_dict()),
+        memory_bytes=_memory_bytes(llm),
         versions={"paceline": __version__, **{name: version(name) for name in ("torch", "transformers")}},
     )
+
+
+def _draft_config(llm: LLM, name: str) -> dict[str, object]:
+    """Of a draft model that is a file of its own."""
+    kind, _, path = name.partition(":")
+    return _plain(inspect_checkpoint(path).config.to_dict()) if kind == "model" else {}
+
+
+def _memory_bytes(llm: LLM) -> float:
+    if llm.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(llm.device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def processor_name() -> str:

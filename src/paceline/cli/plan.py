@@ -53,6 +53,12 @@ def add_plan_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--survival", action="append", metavar="0.82,0.61,...", help="running products instead")
     p.add_argument("--trace", type=Path, metavar="FILE", help="acceptance from a trace of Paceline's engine")
     p.add_argument(
+        "--probe",
+        type=Path,
+        metavar="FILE",
+        help="model, machine, timings, and acceptance of every --draft (default: of all it measured), from a probe",
+    )
+    p.add_argument(
         "--engine",
         default="any",
         metavar="NAME",
@@ -75,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(_listing(args.json))
         return 0
-    if not args.model or not args.hardware:
-        raise UsageError("plan needs --model and --hardware; `paceline plan --list` shows the known ones")
+    if args.probe is None and not (args.model and args.hardware):
+        raise UsageError(
+            "plan needs --model and --hardware, or --probe; `paceline plan --list` shows the known ones"
+        )
     plan = make_plan(request_of(args))
     print(plan.text() if args.json else plan_text(plan), end="" if args.json else "\n")
     if args.output:
@@ -91,7 +99,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request_of(args: argparse.Namespace) -> Any:
-    """The request the flags describe."""
+    """The request the flags describe; a probe stands in for what they leave out, and calibrates it."""
+    if args.probe is None:
+        return _request(args)
+    from paceline.plan.probe_request import request_with_probe
+
+    return request_with_probe(args.probe, args.model, args.hardware, lambda filled: _request(_with(args, filled)))
+
+
+def _with(args: argparse.Namespace, filled: Any) -> argparse.Namespace:
+    named = {**vars(args), "model": filled.model, "hardware": filled.hardware}
+    if not args.draft:
+        named["draft"] = list(filled.drafts)
+    if not (args.acceptance or args.survival or args.trace):
+        named["acceptance"] = [filled.acceptance(draft) for draft in named["draft"] if draft != "none"]
+    named["draft"] = [filled.mechanism(draft) for draft in named["draft"]]
+    return argparse.Namespace(**named)
+
+
+def _request(args: argparse.Namespace) -> Any:
     from paceline.plan.planner import PlanRequest
 
     return PlanRequest(

@@ -268,7 +268,11 @@ def hub_id(name: str) -> str:
 
 
 def find_model(name: str | Path) -> ModelShape:
-    """The shape of a known name or alias, a `config.json`, or a folder with one. Nothing is downloaded."""
+    """The shape of a known name or alias, a `config.json`, a folder with one, or `probe:FILE`. Nothing is fetched."""
+    if str(name).startswith("probe:"):
+        from paceline.plan.probe_import import shape_of
+
+        return shape_of(str(name))
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"

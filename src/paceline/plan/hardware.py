@@ -111,7 +111,11 @@ def list_hardware() -> list[Hardware]:
 
 
 def find_hardware(name: str) -> Hardware:
-    """The device of that name, title or alias; the error for an unknown one offers the nearest."""
+    """The device of that name, title or alias, or the machine of `probe:FILE`; an unknown one offers the nearest."""
+    if name.startswith("probe:"):
+        from paceline.plan.probe_import import hardware_of
+
+        return hardware_of(name)
     rows, aliases = _table()
     key = aliases.get(normalise(name))
     if key is None:

@@ -209,6 +209,10 @@ def read_acceptance(text: str, survival: bool = False) -> Acceptance:
         return Acceptance(tuple(numbers), "given on the command line", Origin.ASSUMED)
     if survival:
         raise InvalidParameter("survival", text, "numbers from 0 to 1 by position, parted by commas")
+    if text.startswith("probe:"):
+        from paceline.plan.probe_import import acceptance_of
+
+        return acceptance_of(text)
     if text.startswith("published:"):
         return published_acceptance(text.removeprefix("published:"))
     match = re.fullmatch(r"(AL|share):([\d.]+)@(\d+)", text)

@@ -1,14 +1,17 @@
 """Seconds of a target pass by batch, rows of each sequence and context, from a probe's points.
 
-At the contexts measured most, each batch has a curve over widths, made rising (more rows are never taken to be
-cheaper) and linear between its points, so that cliffs stay where they were measured. Batches between two curves
+At the context measured most, each batch has a curve over widths: the nearest one that never falls (more rows are
+never taken to be cheaper; weights are the repeats), linear between its points, so that cliffs stay where they were
+measured. Batches between two curves
 are interpolated at equal width. Other contexts add `batch * (context - base) * (a + b * width)` with a and b from
 0, fitted to the points measured there: attention reads the cache once a sequence and works once a row.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +23,7 @@ from paceline.plan.probe_file import PassTime
 
 __all__ = ["PassTable", "resampled"]
 
+_UNSEEN = 0.1  # log standard deviation of a timing whose spread is not known
 Curve = tuple[list[float], list[float]]  # widths, seconds
 
 
@@ -32,11 +36,11 @@ class PassTable:
             raise InvalidParameter("points", 0, "one or more timed passes")
         contexts = Counter(p.context for p in points)
         self.base = max(sorted(contexts), key=lambda c: contexts[c])
-        curves: dict[int, dict[int, float]] = defaultdict(dict)
+        curves: dict[int, list[tuple[int, float, int]]] = defaultdict(list)
         for p in points:
             if p.context == self.base:
-                curves[p.batch][p.width] = value(p)
-        self._curves: dict[int, Curve] = {b: _rising(sorted(c.items())) for b, c in sorted(curves.items())}
+                curves[p.batch].append((p.width, value(p), len(p.seconds)))
+        self._curves: dict[int, Curve] = {b: _rising(sorted(c)) for b, c in sorted(curves.items())}
         self._slopes = (0.0, 0.0)
         self._slopes = _fit([p for p in points if p.context != self.base], value, self)
 
@@ -69,22 +73,29 @@ class PassTable:
 
 
 def resampled(points: Sequence[PassTime], generator: random.Random) -> PassTable:
-    """A table of medians of repeats drawn with replacement: one plausible machine."""
+    """A table of medians of repeats drawn with replacement: one plausible machine.
+
+    Fewer than three repeats do not tell their spread; then one of `_UNSEEN` is assumed.
+    """
 
     def value(point: PassTime) -> float:
-        drawn = sorted(generator.choices(point.seconds, k=len(point.seconds)))
-        return drawn[len(drawn) // 2]
+        drawn = statistics.median(generator.choices(point.seconds, k=len(point.seconds)))
+        few = len(point.seconds) < 3
+        return drawn * math.exp(generator.gauss(0.0, _UNSEEN)) if few else drawn
 
     return PassTable(points, value)
 
 
-def _rising(points: Sequence[tuple[int, float]]) -> Curve:
-    widths, seconds, top = [], [], 0.0
-    for width, value in points:
-        top = max(top, value)
-        widths.append(float(width))
-        seconds.append(top)
-    return widths, seconds
+def _rising(points: Sequence[tuple[int, float, int]]) -> Curve:
+    """(width, seconds, repeats) in rising width: pool what falls (adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, points
+    for _, value, repeats in points:
+        mean, weight, count = value, float(repeats), 1
+        while pools and pools[-1][0] > mean:
+            other, more, before = pools.pop()
+            mean, weight, count = (mean * weight + other * more) / (weight + more), weight + more, count + before
+        pools.append((mean, weight, count))
+    return [float(w) for w, _, _ in points], [mean for mean, _, count in pools for _ in range(count)]
 
 
 def _on(curve: Curve, width: float) -> float:

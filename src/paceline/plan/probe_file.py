@@ -74,12 +74,14 @@ class DrafterTimes:
     kind      ngram, suffix, model, ...
     round_s   seconds of a round and sequence spent proposing and observing, passes of a model left out
     steps     passes of its own model over one row of each sequence: one for each draft token; empty without one
+    config    of its own model, as Hugging Face writes it; empty without one
     """
 
     name: str
     kind: str
     round_s: float
     steps: tuple[PassTime, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class ProbeFile:
     config          the target's configuration, as Hugging Face writes it: its shape, for the planner
     passes          of the target, all rows wanted, as in a verify pass
     prefill         of the target: width prompt tokens, no context, the last row wanted
+    memory_bytes    of the machine or device; 0 where it was not told
     longest         draft tokens offered at each position at most
     seconds         the probe took
     """
@@ -155,6 +158,7 @@ class ProbeFile:
     drafters: tuple[DrafterTimes, ...]
     texts: tuple[ReplayedText, ...]
     longest: int = 16
+    memory_bytes: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
