@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.cache import KVCache
 from paceline.decode.draft.base import Needs, SequenceView
-from paceline.decode.draft.model import ModelDrafter, _Growing, _State
+from paceline.decode.draft.model import DraftState, Growing, ModelDrafter
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
 from paceline.errors import InvalidParameter
@@ -108,17 +108,18 @@ class LayerSkipDrafter:
             assert view.slot is not None, f"sequence {view.key} has no slot in the target's cache"
             held = cache.committed(view.slot)
             assert held == len(view.tokens) - 1, f"{held} cached of {len(view.tokens)} committed tokens"
-            growing.append(_Growing(view, min(budget, cache.capacity - held, cache.largest_write), _State(view.slot)))
+            room = min(cache.capacity - held, cache.largest_write)
+            growing.append(Growing(view, min(budget, room), DraftState(view.slot)))
         active = [g for g in growing if g.budget > 0]
         with cache.transaction() as transaction:  # left without a commit: rolled back
             for g in active:
                 transaction.reserve(g.state.slot, g.budget)
             while active:
-                self._chain._extend(active, self._pass(active, cache))
+                self._chain.extend(active, self._pass(active, cache))
                 active = [g for g in active if not g.stopped and len(g.drafts) < g.budget]
-        return [self._chain._proposal(g) for g in growing]
+        return [self._chain.proposal(g) for g in growing]
 
-    def _pass(self, active: list[_Growing], cache: KVCache) -> Tensor:
+    def _pass(self, active: list[Growing], cache: KVCache) -> Tensor:
         """The newest token of each sequence through the first layers; logits [sequences, width]."""
         spans = []
         for g in active:

@@ -27,11 +27,11 @@ from paceline.decode.model.step import Span, build_inputs
 from paceline.decode.verify.probabilities import draw, greedy_tokens, is_plain_greedy, to_probs
 from paceline.errors import RequestFailed
 
-__all__ = ["ModelDrafter"]
+__all__ = ["DraftState", "Growing", "ModelDrafter"]
 
 
 @dataclass(slots=True)
-class _State:
+class DraftState:
     """`written` are the tokens whose keys and values lie in the slot, drafts included; behind them those of `tree`."""
 
     slot: int
@@ -40,12 +40,12 @@ class _State:
 
 
 @dataclass(slots=True)
-class _Growing:
+class Growing:
     """One sequence while it is drafted for."""
 
     view: SequenceView
     budget: int
-    state: _State
+    state: DraftState
     tokens: Seq[int] = ()  # what the draft reads before its drafts
     drafts: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
@@ -81,11 +81,11 @@ class ModelDrafter:
         self.cache = model.new_cache(slots, max_positions)
         self._stop_ids, self._chunk = stop_ids, min(prefill_chunk, self.cache.largest_write)
         self._read = read
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, DraftState] = {}
 
     def begin(self, view: SequenceView) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"
-        self._states[view.key] = _State(self.cache.allocate(1))
+        self._states[view.key] = DraftState(self.cache.allocate(1))
 
     def end(self, view: SequenceView) -> None:
         self.cache.release(self._states.pop(view.key).slot)
@@ -103,18 +103,18 @@ class ModelDrafter:
             state = self._states[view.key]
             tokens = view.tokens if self._read is None else self._read(view)
             room = self.max_positions - len(tokens)
-            growing.append(_Growing(view, min(budget, room) if self._can_read(tokens, state) else 0, state, tokens))
+            growing.append(Growing(view, min(budget, room) if self._can_read(tokens, state) else 0, state, tokens))
         active = [g for g in growing if g.budget > 0 and g.view.tree_size is None]
         logits = self._catch_up(active)
         while active:
-            self._extend(active, logits)
+            self.extend(active, logits)
             active = [g for g in active if not g.stopped and len(g.drafts) < g.budget]
             if active:
                 logits = self._pass([(g, [g.drafts[-1]]) for g in active])
         trees = self._trees([g for g in growing if g.budget > 0 and g.view.tree_size is not None])
-        return [trees.get(g.view.key) or self._proposal(g) for g in growing]
+        return [trees.get(g.view.key) or self.proposal(g) for g in growing]
 
-    def _trees(self, active: list[_Growing]) -> dict[int, Proposal]:
+    def _trees(self, active: list[Growing]) -> dict[int, Proposal]:
         """By key: the proposals of sequences that asked for trees."""
         trees = []
         logits = self._catch_up(active)
@@ -129,7 +129,7 @@ class ModelDrafter:
             g.state.tree = tree.written
         return {tree.view.key: tree.proposal(self.name) for tree in trees}
 
-    def _can_read(self, tokens: Seq[int], state: _State) -> bool:
+    def _can_read(self, tokens: Seq[int], state: DraftState) -> bool:
         """Whether the draft has an embedding for every token it has yet to see."""
         return max(tokens[_shared_length(state.written, tokens) :], default=0) < self.model.vocab_width
 
@@ -140,9 +140,9 @@ class ModelDrafter:
             return self.max_positions
         return min(view.prompt_len + asked, self.max_positions)
 
-    def _catch_up(self, active: list[_Growing]) -> Tensor:
+    def _catch_up(self, active: list[Growing]) -> Tensor:
         """Run what each sequence has committed and the draft has not seen; logits after the last token."""
-        missing: list[tuple[_Growing, Seq[int]]] = []
+        missing: list[tuple[Growing, Seq[int]]] = []
         for g in active:
             known = _shared_length(g.state.written, g.tokens)
             if g.state.tree is not None and known == len(g.state.written) < len(g.tokens):
@@ -160,7 +160,7 @@ class ModelDrafter:
             missing = [(g, t[self._chunk :] if len(t) > self._chunk else t) for g, t in missing]
         return self._pass(missing) if missing else torch.empty(0)
 
-    def _pass(self, entries: Seq[tuple[_Growing, Seq[int]]]) -> Tensor:
+    def _pass(self, entries: Seq[tuple[Growing, Seq[int]]]) -> Tensor:
         """One pass over the tokens of each entry; logits [entries, width] after the last of each."""
         with self.cache.transaction() as transaction:
             spans = []
@@ -177,8 +177,8 @@ class ModelDrafter:
                 g.state.written += tokens
         return logits[[first for first, _ in inputs.logits_of]]
 
-    def _extend(self, active: list[_Growing], logits: Tensor) -> None:
-        """Draw the next draft of each sequence from its row of `logits`."""
+    def extend(self, active: list[Growing], logits: Tensor) -> None:
+        """Draw the next draft of each sequence from its row of `logits`, wherever those come from."""
         vocab = active[0].view.prefix.vocab_size
         best, usable = greedy_tokens(logits, vocab)
         chance = logits[:, :vocab].softmax(-1).amax(-1).tolist()
@@ -196,7 +196,7 @@ class ModelDrafter:
             g.confidence.append(chance[row])
             g.stopped = token in self._stop_ids and not view.params.ignore_eos
 
-    def _draw(self, g: _Growing, logits: Tensor) -> int | None:
+    def _draw(self, g: Growing, logits: Tensor) -> int | None:
         """A draft under the request's options; None where the draft's logits allow no token."""
         view, path = g.view, [list(g.drafts)]
         key = draft_key(view, len(view.tokens) + len(g.drafts))
@@ -208,7 +208,7 @@ class ModelDrafter:
             g.probs.append(to_probs(logits, view.params, view.prefix, path))
         return int(token[0])
 
-    def _proposal(self, g: _Growing) -> Proposal:
+    def proposal(self, g: Growing) -> Proposal:
         if not g.drafts:
             return Proposal()
         distribution = Dense(torch.cat(g.probs)) if g.probs else OneHot()
