@@ -130,33 +130,34 @@ def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight[order]
 
 
+# Model type -> the architecture a GGUF of it names.
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+
+
+def architecture_of(config: Any) -> str:
+    return ARCHITECTURES.get(config.model_type, config.model_type)
+
+
 def stored_tensors(model: Any) -> dict[str, np.ndarray]:
-    """The float32 tensors of `model` under GGUF names and in GGUF's row order."""
+    """The float32 tensors of `model` under the gguf package's names and in the form llama.cpp's converter gives."""
     config = model.config
-    parts = {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    architecture = architecture_of(config)
+    number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     stored: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
-        stem, _, kind = name.rpartition(".")
         value = parameter.detach().numpy()
-        if stem in whole:
-            stored[f"{whole[stem]}.{kind}"] = value
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), np.split(value, 2, axis=1), strict=True):
+                stored[f"{names.get_name(name.replace('gate_up_proj', part))}.weight"] = half
             continue
-        layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        if config.model_type == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            queries = part.endswith("q_proj")
+        stem, _, kind = (name if name.endswith((".weight", ".bias")) else f"{name}.weight").rpartition(".")
+        if architecture == "llama" and stem.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+            queries = stem.endswith("q_proj")
             value = rotary_rows(value, config.num_attention_heads if queries else config.num_key_value_heads)
-        stored[f"blk.{layer}.{parts[part]}.{kind}"] = value
+        if architecture in ("gemma2", "gemma3") and stem.endswith("norm"):
+            value = value + 1.0
+        stored[f"{names.get_name(stem)}.{kind}"] = value
     return stored
 
 
@@ -170,7 +171,7 @@ def write_gguf(
     without: Sequence[str] = (),
 ) -> Path:
     """`model` as a GGUF with its matrices stored as `kind`; vectors stay float32, as llama.cpp has it."""
-    writer = gguf.GGUFWriter(path, model.config.model_type)
+    writer = gguf.GGUFWriter(path, architecture_of(model.config))
     values = model_metadata(model.config)
     values |= byte_level_metadata(backend) if backend is not None else {}
     for key, value in (values | dict(metadata or {})).items():
@@ -212,9 +213,9 @@ def model_metadata(config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]),
     }
-    return {f"{config.model_type}.{key}": value for key, value in values.items()}
+    return {f"{architecture_of(config)}.{key}": value for key, value in values.items()}
 
 
 def byte_level_metadata(backend: Tokenizer, padded_to: int = VOCABULARY) -> dict[str, Any]:

@@ -4,8 +4,8 @@ Each expert's product is over the rows that chose it, padded to the multiple of 
 how many others chose the same expert does not show (tried for products of up to 32 rows, like every product). The
 parts of a row are added in the order of the experts. Products never span two pieces of a pass.
 
-On disk the experts of a layer are separate weights, or, as Transformers has them in memory, one weight for all:
-`fuse_experts` brings the first form into the second.
+On disk the experts of a layer are separate weights (`fuse_experts`), or stacked with gate and up apart, as in GGUF
+(`join_gate_and_up`); both bring them into the form of Transformers' modules: one weight for all, gate and up joined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.decode.model.attention import by_rows
 from paceline.decode.model.features import Routing
 from paceline.decode.model.linear import Linear
 
-__all__ = ["Experts", "fuse_experts"]
+__all__ = ["Experts", "fuse_experts", "join_gate_and_up"]
 
 
 class Experts:
@@ -89,15 +89,23 @@ def fuse_experts(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
             parts.setdefault((match[1], part), {})[int(match[2])] = tensor
         else:
             out[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
-    for prefix in {prefix for prefix, _ in parts}:
-        gate, up, down = (
-            _stacked(parts.get((prefix, part), {})) for part in ("gate_proj", "up_proj", "down_proj")
-        )
-        if gate is not None and up is not None and gate.shape == up.shape:
-            out[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        if down is not None:
-            out[f"{prefix}mlp.experts.down_proj"] = down
-    return out
+    for (prefix, part), experts in parts.items():
+        if (stacked := _stacked(experts)) is not None:
+            out[f"{prefix}mlp.experts.{part}.weight"] = stacked
+    return join_gate_and_up(out)
+
+
+def join_gate_and_up(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` with stacked experts `gate_proj`, `up_proj` and `down_proj` under the names of the modules."""
+    for name in [name for name in tensors if name.endswith(".experts.down_proj.weight")]:
+        tensors[name.removesuffix(".weight")] = tensors.pop(name)
+    for name in [name for name in tensors if name.endswith(".experts.gate_proj.weight")]:
+        stem = name.removesuffix("gate_proj.weight")
+        gate, up = tensors[name], tensors.get(f"{stem}up_proj.weight")
+        if up is not None and gate.shape == up.shape:
+            tensors[f"{stem}gate_up_proj"] = torch.cat([gate, up], dim=1)
+            del tensors[name], tensors[f"{stem}up_proj.weight"]
+    return tensors
 
 
 def _stacked(experts: dict[int, Tensor]) -> Tensor | None:
