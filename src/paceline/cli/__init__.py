@@ -25,6 +25,7 @@ _VERBS = (
     "doctor",
     "probe",
     "bench",
+    "replay",
     "plan",
     "explain",
     "whatif",
