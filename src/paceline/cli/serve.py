@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import importlib.util
 import logging
+import socket
 from pathlib import Path
 
 from paceline.cli.options import add_engine_options, build_llm, say
@@ -44,12 +45,18 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     keys = read_keys(args.api_key, args.api_key_file)
     require_serve()
-    from paceline.serve.metrics import Metrics
-    from paceline.serve.run import Server, open_socket
-    from paceline.serve.service import ServiceOptions
+    from paceline.serve.run import open_socket
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    listener = open_socket(args.host, args.port)
+    with open_socket(args.host, args.port) as listener:
+        return _serve(args, keys, listener)
+
+
+def _serve(args: argparse.Namespace, keys: dict[str, str], listener: socket.socket) -> int:
+    from paceline.serve.metrics import Metrics
+    from paceline.serve.run import Server
+    from paceline.serve.service import ServiceOptions
+
     metrics = Metrics()
     llm = build_llm(args, max_batch=args.max_concurrency, on_record=metrics.record)
     name = args.served_name or args.model

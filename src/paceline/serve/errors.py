@@ -52,7 +52,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, InvalidParameter):
         return ApiError(400, str(error), param=error.name, code="invalid_value")
     if isinstance(error, UsageError):

@@ -75,10 +75,10 @@ class GenerationRequest(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[Text] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
     min_tokens: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None

@@ -18,6 +18,11 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+_OTHER_TYPES = {
+    "/v1/chat/completions": "text/event-stream",
+    "/v1/completions": "text/event-stream",
+    "/metrics": "text/plain",
+}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -53,6 +58,8 @@ def describe(app: FastAPI) -> None:
             for route in routes.values():
                 route["responses"].pop("422", None)
                 route["responses"]["default"] = {"description": "An error", "content": error}
+                if path in _OTHER_TYPES:
+                    route["responses"]["200"]["content"][_OTHER_TYPES[path]] = {"schema": {"type": "string"}}
                 if path in _BODIES:
                     schema = {"$ref": f"#/components/schemas/{_BODIES[path].__name__}"}
                     route["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

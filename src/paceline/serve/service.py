@@ -86,7 +86,7 @@ class Service:
         self, prompts: Seq[Seq[int]], params: SamplingParams, draft: DraftSettings, tenant: str
     ) -> Reply:
         """Requests for `prompts`, taken by the engine. Raises ApiError and UsageError where they cannot run."""
-        resolved = self.llm.resolve(params)
+        resolved = await asyncio.to_thread(self.llm.resolve, params)
         name = secrets.token_hex(8)
         requests = [
             Request(f"{name}-{i}", tuple(prompt), resolved, draft, tenant) for i, prompt in enumerate(prompts)

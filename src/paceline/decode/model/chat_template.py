@@ -43,7 +43,7 @@ def render_template(
             strftime_now=lambda form: now().strftime(form),
             **variables,
         )
-    except (TemplateError, TypeError, KeyError, AttributeError) as error:
+    except (TemplateError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UsageError(f"the model's chat template refuses these messages: {error}.") from error
 
 
