@@ -23,6 +23,10 @@ from paceline.errors import ModelFormatError, UsageError
 __all__ = ["render_template"]
 
 
+# What a template's own code may raise over messages it does not expect.
+_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
 def render_template(
     source: str,
     messages: Sequence[Mapping[str, Any]],
@@ -43,7 +47,7 @@ def render_template(
             strftime_now=lambda form: now().strftime(form),
             **variables,
         )
-    except (TemplateError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except _REFUSALS as error:
         raise UsageError(f"the model's chat template refuses these messages: {error}.") from error
 
 
