@@ -138,6 +138,18 @@ def test_each_option_at_every_block_position(lab: Lab, name: str, draft: str) ->
     check_equal(lab, requests, [0, 0, 0], [3, (6, 6), 0, 5, 1, (4, 4), 2])
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "relaxed"])
+@pytest.mark.parametrize("name", [name for name, options in ONE_OPTION.items() if not options.get("temperature")])
+def test_every_rule_is_greedy_at_temperature_0(lab: Lab, name: str, rule: str) -> None:
+    """Chains right for 0 to 5 tokens, trees, and drafters that find their own, in one batch."""
+    requests = [
+        request([i + 1, 2], id=str(i), draft=draft, length=6, max_tokens=24, verify=rule, **ONE_OPTION[name])
+        for i, draft in enumerate(["chain", "tree", "ngram", "chain"])
+    ]
+    requests.append(request([5, 2], id="auto", draft="auto", max_tokens=24, verify=rule, **ONE_OPTION[name]))
+    check_equal(lab, requests, [0, 0, 1, 3, 0], [3, (6, 6), 0, 5, 1, (4, 4), 2])
+
+
 option = st.sampled_from(sorted(ONE_OPTION))
 
 

@@ -27,6 +27,7 @@ from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.step import AttentionGroup, Geometry, RowPolicy, StepInputs
 from paceline.decode.sequence import DraftSettings, Phase, Request
 from paceline.decode.sequence import Sequence as Choice
+from paceline.decode.verify.leniency import Leniency
 
 LogitFn = Callable[[tuple[int, ...]], np.ndarray]
 FAULTS = pytest.mark.parametrize("fault", [False, True], ids=["sound", "fault"])
@@ -392,8 +393,10 @@ def request(
     length: int | None = None,
     params: SamplingParams | None = None,
     tree: int | None = None,
+    verify: str = "coupled",
+    relaxed: Leniency | None = None,
     **options: object,
 ) -> Request:
     """`options` are those of SamplingParams."""
     params = params or SamplingParams(**options)  # type: ignore[arg-type]
-    return Request(id, tuple(prompt), params, DraftSettings(draft, length, tree_size=tree))
+    return Request(id, tuple(prompt), params, DraftSettings(draft, length, verify, tree, relaxed))

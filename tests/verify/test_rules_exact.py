@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[Rule, Any, str, Any]] = {
     "SD-09 rejection draws from |p - q|": (verify_rejection, rejection_module, "positive_part", abs),
     "SD-09 block draws from p again": (verify_block, block_module, "positive_part", lambda row: row * 0),
     "SD-09 block draws from |w p - q|": (verify_block, block_module, "positive_part", abs),
-    "block accepts with w alone": (verify_block, block_module, "_chance", lambda rest, weight: weight),
+    "block accepts with w alone": (verify_block, block_module, "chance_of_prefix", lambda rest, weight: weight),
 }
 
 

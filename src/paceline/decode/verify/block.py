@@ -24,7 +24,7 @@ from typing import Any
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.verify.chances import Chances, draft_row, positive_part
 
-__all__ = ["verify_block"]
+__all__ = ["chance_of_prefix", "verify_block"]
 
 
 def verify_block(
@@ -45,7 +45,7 @@ def verify_block(
         else:
             drafted = draft_row(proposal, i, row)
             rest = positive_part(row * weight - drafted)
-            chance = _chance(rest.sum(), weight)
+            chance = chance_of_prefix(rest.sum(), weight)
         if i == 0 or chances.accept(i - 1, proposal.tokens[i - 1], chance):
             kept, left = i, rest
         if last:
@@ -56,8 +56,8 @@ def verify_block(
     return _verdict(proposal, target_probs, kept, left, chances)
 
 
-def _chance(rest: Any, weight: Any) -> Any:
-    """h_i from Z_i and w_i."""
+def chance_of_prefix(rest: Any, weight: Any) -> Any:
+    """h_i from Z_i and w_i: the chance with which i drafts are tried."""
     return rest / (rest + 1 - weight) if rest + 1 > weight else 1
 
 

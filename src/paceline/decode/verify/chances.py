@@ -84,4 +84,4 @@ def draft_row(
 
 def positive_part(row: Any) -> Any:
     """max(row, 0) for tensors and arrays of fractions alike."""
-    return row * (row > 0)
+    return row.clip(0)
