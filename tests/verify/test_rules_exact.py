@@ -16,12 +16,15 @@ import pytest
 from enumeration import Law, Models, Tape, explore, extend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_rules import chain_round, shared_law
 
 import paceline.decode.verify.block as block_module
 import paceline.decode.verify.rejection as rejection_module
 from paceline.core.proposal import Dense, OneHot, Proposal, Sparse, Verdict
 from paceline.decode.verify.block import verify_block
+from paceline.decode.verify.leniency import TopWithin
 from paceline.decode.verify.rejection import verify_rejection
+from paceline.decode.verify.relaxed import verify_relaxed
 from paceline.decode.verify.rules import row_paths
 
 Rule = Callable[[Proposal, Sequence[Any], Any], Verdict]
@@ -311,6 +314,29 @@ def test_all_siblings_of_a_vocabulary_are_kept_for_certain() -> None:
         return (len(verify_rejection(proposal, rows_of(models, proposal), tape).path),)
 
     assert explore(kept) == {(1,): 1}
+
+
+# Relaxed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_law_of_a_relaxed_round_is_the_one_it_states_and_not_the_targets(seed: int) -> None:
+    """One draft x and the target's draw y of shared noise: x where x = y or x is likely enough, else y."""
+    models, leniency = Models(vocab=3, seed=seed), TopWithin(2, Fraction(3, 10))  # type: ignore[arg-type]
+    p, q = models.row("target", ()), models.row("drafter", ())
+    ranked = sorted(p, reverse=True)
+    enough = [x > 0 and x >= ranked[1] and x >= ranked[0] - Fraction(3, 10) for x in p]
+    stated = [Fraction(0)] * 3
+    for (target, draft), weight in shared_law(p, q).items():
+        stated[draft if enough[draft] else target] += weight
+
+    def judge(proposal: Proposal, draws: list[int]) -> Verdict:
+        return verify_relaxed(proposal, rows_of(models, proposal), draws, leniency)
+
+    first = [Fraction(0)] * 3
+    for text, weight in chain_round(models, 1, judge).items():
+        first[text[0]] += weight
+    assert first == stated != list(p)
 
 
 # Acceptance -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Nothing here calls the code under test. Hashes are equal bit for bit; floating n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -141,3 +141,71 @@ def walk(proposal: Proposal, draws: Sequence[int]) -> tuple[list[int], int, bool
             return path, want, not children
         here = min(matching)
         path.append(here)
+
+
+def rejection(
+    proposal: Proposal, target: np.ndarray, draft: np.ndarray, key: np.uint64, start: int
+) -> tuple[list[int], int]:
+    """Path and next token; `draft` [nodes, vocab] as reported, siblings tried in order and taken out of q."""
+    path: list[int] = []
+    while True:
+        p = target[0 if not path else 1 + path[-1]].copy()
+        position = start + len(path)
+        children = [n for n, parent in enumerate(proposal.parents) if parent == (path[-1] if path else None)]
+        tried: list[int] = []
+        for node in children:
+            token = proposal.tokens[node]
+            if token in tried:
+                continue
+            q = np.array([0.0 if t in tried else x for t, x in enumerate(draft[node])])
+            q /= q.sum()
+            uniform_number = math.exp(-exponential(position_key(key, position, 2, start), token))
+            if uniform_number < p[token] / q[token]:
+                path.append(node)
+                break
+            left = np.maximum(p - q, 0)
+            p = left / left.sum() if left.sum() > 0 else p
+            tried.append(token)
+        else:
+            purpose = (3, start) if children else (0, None)
+            return path, draw(p, position_key(key, position, *purpose))[0]
+
+
+def block(tokens: Sequence[int], target: np.ndarray, draft: np.ndarray, key: np.uint64, start: int) -> tuple[int, int]:
+    """How many drafts are kept, and the next token; every chance first, then the last that holds."""
+    weights = [1.0]
+    for i, token in enumerate(tokens):
+        weights.append(min(1.0, weights[-1] * target[i][token] / draft[i][token]))
+    kept = 0
+    for i in range(1, 1 + len(tokens)):
+        if i == len(tokens):
+            chance = weights[i]
+        else:
+            rest = np.maximum(weights[i] * target[i] - draft[i], 0).sum()
+            chance = rest / (rest + 1 - weights[i]) if rest + 1 - weights[i] > 0 else 1.0
+        noise = exponential(position_key(key, start + i - 1, 2, start), tokens[i - 1])
+        if math.exp(-noise) < chance:
+            kept = i
+    if kept == len(tokens):
+        return kept, draw(target[kept], position_key(key, start + kept, 0))[0]
+    left = np.maximum(weights[kept] * target[kept] - draft[kept], 0)
+    return kept, draw(left if left.sum() > 0 else target[kept], position_key(key, start + kept, 3, start))[0]
+
+
+def relaxed(
+    proposal: Proposal, target: np.ndarray, draws: Sequence[int], enough: Callable[[np.ndarray, int], bool]
+) -> tuple[list[int], int]:
+    """All paths whose every draft is kept, the longest and then likeliest of them, and the draw behind it."""
+    best: tuple[int, float, int, list[int]] = (0, 0.0, 0, [])
+    for node in range(len(proposal)):
+        path, row, likelihood = proposal.path_to(node), 0, 0.0
+        for step in path:
+            token = proposal.tokens[step]
+            if draws[row] != token and not enough(target[row], token):
+                break
+            likelihood += math.log(max(target[row][token], 1e-300))
+            row = 1 + step
+        else:
+            best = max(best, (len(path), likelihood, -node, path))
+    path = best[3]
+    return path, draws[1 + path[-1] if path else 0]

@@ -46,7 +46,7 @@ def _rejection(tokens: tuple[int, ...], target: Tensor, draft: Tensor) -> list[f
 
 
 def _coupled(tokens: tuple[int, ...], target: Tensor, draft: Tensor) -> list[float]:
-    chances = []
+    chances: list[float] = []
     for i, token in enumerate(tokens):
         own, drafted = target[i, token], draft[i, token]
         if own == 0:

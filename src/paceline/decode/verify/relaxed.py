@@ -49,11 +49,11 @@ def verify_relaxed(
 
 def likely_enough(row: Any, token: int, leniency: Leniency) -> bool:
     """Whether the target's row [vocab] finds the token likely enough; equals of the last of `count` tokens are in."""
-    own = float(row[token])
+    own = row[token]
     if own == 0:
         return False
     if isinstance(leniency, Typical):
         known = row[row > 0]
         entropy = float(-(known * known.log()).sum())
-        return own > min(leniency.epsilon, leniency.delta * math.exp(-entropy))
-    return int((row > own).sum()) < leniency.count and own >= float(row.max()) - leniency.margin
+        return bool(own > min(leniency.epsilon, leniency.delta * math.exp(-entropy)))
+    return bool((row > own).sum() < leniency.count and own >= row.max() - leniency.margin)
