@@ -102,7 +102,13 @@ def measure(args: argparse.Namespace) -> dict[str, Arm]:
     records: list[StepRecord] = []
     drafts = ["auto", *args.draft]
     llm = LLM(
-        args.model, draft=drafts, dtype=args.dtype, threads=args.threads, max_batch=1, on_record=records.append
+        args.model,
+        draft=drafts,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_batch=1,
+        prefix_cache=False,  # a prompt run again is measured again
+        on_record=records.append,
     )
     for note in llm.notes:
         print(note, file=sys.stderr)

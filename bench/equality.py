@@ -193,6 +193,7 @@ def run_ours(args: argparse.Namespace, work: Work) -> None:
         threads=args.threads,
         max_batch=max(cell.batch for cell in work.cells),
         deterministic=args.deterministic,
+        prefix_cache=False,  # a prompt run again is measured again
         progress=say,
     )
     say(f"rows: {llm.engine.model.row_policy}")

@@ -153,6 +153,7 @@ def measure(args: argparse.Namespace) -> Results:
         threads=args.threads,
         max_batch=1,
         max_context=room,
+        prefix_cache=False,  # a prompt run again is measured again
         progress=say,
     )
     arms = build_arms(args, llm)

@@ -64,6 +64,7 @@ def main() -> int:
             threads=args.threads,
             max_batch=max(args.batch),
             max_context=args.max_context,
+            prefix_cache=False,  # a prompt run again is measured again
             on_record=records.append,
         )
         workloads = [load_workload(kind, args.shared / "workloads", args.prompts) for kind in args.kinds]

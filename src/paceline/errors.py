@@ -8,6 +8,7 @@
     │   ├── UnsupportedModel  read, and refused by name
     │   ├── IncompatibleDraft the draft cannot propose for this target
     │   ├── ContextOverflow   the prompt leaves no room in the context
+    │   ├── RequestTooLarge   the request needs more memory than the cache has
     │   └── MissingExtra      an optional dependency is not installed
     ├── Infeasible            a well-formed question without an answer: exit code 3
     └── RequestFailed         one request failed at run time; the others go on
@@ -27,6 +28,7 @@ __all__ = [
     "ModelNotFound",
     "PacelineError",
     "RequestFailed",
+    "RequestTooLarge",
     "UnsupportedModel",
     "UsageError",
 ]
@@ -70,6 +72,10 @@ class IncompatibleDraft(UsageError):
 
 class ContextOverflow(UsageError):
     """The prompt does not fit the context with room for one more token."""
+
+
+class RequestTooLarge(UsageError):
+    """The request needs more memory than there is, even alone."""
 
 
 class MissingExtra(UsageError):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from oracle import next_token, plain_decode
 from scipy import stats
-from toy import FAULTS, Lab, Scripted, ToyModel, check_books, collect, following, hashed, request
+from toy import FAULTS, Lab, Scripted, ToyModel, check_all_free, check_books, collect, following, hashed, request
 
 import paceline.decode.model.families as families_module
 from paceline.core.proposal import Proposal
@@ -322,9 +322,16 @@ def test_the_cache_grows_under_sequences_that_run(lab: Lab) -> None:
     asks = [request([i], id=str(i), length=4, max_tokens=24) for i in range(3)]
     asks.append(request([5] * 600, id="long", length=4, max_tokens=8))
     known = answers(asks)
-    engine = lab.engine(ToyModel(TARGET, WIDTH), knows(known, [2, 1]))
+    held: list[int] = []
+
+    class Watching(Engine):
+        def _propose(self, batch: Any) -> Any:
+            held.append(self.cache.nbytes // self.cache.cost(512))
+            return super()._propose(batch)
+
+    engine = lab.engine(ToyModel(TARGET, WIDTH), knows(known, [2, 1]), kind=Watching)
     results = lab.run(engine, asks, [0, 0, 1, 4])
-    assert engine.cache.capacity == 1024
+    assert held[0] == 2 and max(held) == 3 + 2, "memory is taken as tokens need it"
     assert all(results[r.request_id][0].tokens == known[r.prompt] for r in asks)
 
 
@@ -381,7 +388,7 @@ def test_sd_24_cancelling_at_any_moment(lab: Lab, fault: bool) -> None:
                 assert r.request_id in names and ran.tokens == known[r.prompt][: len(ran.tokens)]
             else:
                 assert ran.tokens == known[r.prompt] and ran.reason == "length"
-        assert engine.cache.free_slots == engine.options.max_batch
+        check_all_free(engine)
         assert draft.cache.free_slots == 8 and not scripted.held
 
     def check() -> None:

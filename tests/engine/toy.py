@@ -70,12 +70,16 @@ class ToyModel:
 
     logits          of a prefix, [width] float32
     max_positions   as a table of rotations would have; a position past it is an error
+    chunk_rows      of its row policy; none means that bits depend on how a prompt is cut
     """
 
-    def __init__(self, logits: LogitFn, width: int, *, max_positions: int = 4096, multiple: int = 4) -> None:
+    def __init__(
+        self, logits: LogitFn, width: int, *, max_positions: int = 4096, multiple: int = 4,
+        chunk_rows: tuple[int, ...] = (),
+    ) -> None:
         self.logits, self.vocab_width, self.max_positions = logits, width, max_positions
         self.geometry = Geometry(kv_heads=1, group=2, dtype=torch.float32, device=torch.device("cpu"))
-        self.row_policy = RowPolicy(multiple=multiple, tile=8, kv_block=16)
+        self.row_policy = RowPolicy(multiple=multiple, tile=8, kv_block=16, chunk_rows=chunk_rows)
         self.dtype = torch.float32
         self.weight_bytes = 0
         self.seen: list[tuple[int, ...]] = []  # prefixes of the rows whose logits were asked for
@@ -178,10 +182,11 @@ class Scripted:
     last: dict[int, Proposal] = field(default_factory=dict)
     drafted: list[tuple[int, ...]] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
+    preempted: set[int] = field(default_factory=set)
 
     def begin(self, view: SequenceView) -> None:
         assert view.key not in self.held, f"sequence {view.key} began twice"
-        assert len(view.tokens) == view.prompt_len, "begun after its prompt"
+        assert len(view.tokens) == view.prompt_len or view.key in self.preempted, "begun after its prompt"
         self.held[view.key] = len(view.tokens)
 
     def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
@@ -211,6 +216,8 @@ class Scripted:
     def end(self, view: SequenceView) -> None:
         del self.held[view.key]
         self.last.pop(view.key, None)
+        if view.preempted:
+            self.preempted.add(view.key)
 
     def check_idle(self) -> None:
         assert not self.held, f"state held for ended sequences {sorted(self.held)}"
@@ -344,7 +351,14 @@ class Lab:
         for engine in self.engines:
             assert not engine.has_work, "a test left work behind"
             engine.check()
-            assert engine.cache.free_slots == engine.options.max_batch
+            check_all_free(engine)
+
+
+def check_all_free(engine: Engine) -> None:
+    """Once the prefixes are forgotten, nothing of the cache is in use."""
+    engine.clear_prefix_cache()
+    assert engine.cache.free_slots == engine.cache.slots
+    assert engine.cache.free_bytes == engine.cache.budget
 
 
 def check_books(engine: Engine) -> None:
@@ -356,7 +370,7 @@ def check_books(engine: Engine) -> None:
         if choice.phase is Phase.DECODE:
             assert held == len(choice.tokens) - 1, f"{held} cached of {len(choice.tokens)} committed tokens"
         else:
-            assert held < choice.view.prompt_len
+            assert held < choice.filled
 
 
 def collect(choice: Choice, deltas: Seq[Delta]) -> Ran:

@@ -160,6 +160,7 @@ def _engine(args: argparse.Namespace, plan: BenchPlan) -> dict[str, Any]:
         threads=args.threads,
         max_context=args.max_context,
         max_batch=max(8, *plan.concurrencies),
+        prefix_cache=False,  # a prompt run again is measured again
         on_record=records.append,
         progress=show_progress,
     )

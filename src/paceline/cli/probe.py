@@ -94,6 +94,7 @@ def _measure(args: argparse.Namespace) -> Any:
         device=args.device,
         threads=args.threads,
         max_context=args.max_context,
+        prefix_cache=False,
         progress=show_progress,
     )
     budget = args.budget or _BASE_S + _S_PER_GB * _gigabytes(llm)

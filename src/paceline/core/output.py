@@ -29,6 +29,8 @@ class DecodeStats:
     accepted       drafts kept and emitted
     emitted        tokens emitted in rounds
     emitted_in_draft_rounds   those of rounds that drafted
+    cached_tokens  prompt tokens that were not computed but taken from an earlier sequence of the tenant
+    preemptions    times it had to yield its memory and was resumed
     """
 
     rounds: int = 0
@@ -37,6 +39,8 @@ class DecodeStats:
     accepted: int = 0
     emitted: int = 0
     emitted_in_draft_rounds: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -107,3 +111,8 @@ class RequestOutput:
     def lossless(self) -> bool:
         """Whether every choice has the target's own distribution."""
         return all(completion.lossless for completion in self.completions)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens taken from earlier requests; further choices take theirs from the first one."""
+        return self.completions[0].stats.cached_tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -27,20 +26,22 @@ from paceline.core.output import Delta
 from paceline.core.proposal import Proposal
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
-from paceline.decode.draft.base import Drafter, SequenceView
+from paceline.decode.draft.base import Drafter, KeepsPrefixes, SequenceView
 from paceline.decode.draft.build import DrafterSet, check_needs, share_target
 from paceline.decode.draft.cut import best_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
 from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, score_prompt, write_records
+from paceline.decode.queue import Queue
+from paceline.decode.room import new_room
 from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
 from paceline.decode.stopping import StopChecker, TextPieces
 from paceline.decode.verify.leniency import check_leniency
 from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
 from paceline.decode.verify.rules import get_rule
-from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, UsageError
+from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, RequestTooLarge, UsageError
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -54,6 +55,9 @@ class EngineOptions:
     prefill_chunk   prompt tokens of one sequence in one pass; a request's chunks depend on its prompt alone
     max_draft       draft tokens a round where the drafter chooses the length
     deterministic   cut products into tiles, so that rows are independent in passes of any size
+    cache_bytes     memory of the cache, all sequences together; None is max_batch times max_context. Who finds no
+                    room waits, or yields to those before it and is resumed later
+    prefix_cache    keep what ended sequences committed, for requests of their tenant that begin likewise
     """
 
     max_batch: int = 8
@@ -61,6 +65,8 @@ class EngineOptions:
     prefill_chunk: int = 512
     max_draft: int = 15
     deterministic: bool = False
+    cache_bytes: int | None = None
+    prefix_cache: bool = True
 
 
 class Engine:
@@ -89,12 +95,14 @@ class Engine:
         if not isinstance(drafters, DrafterSet):
             drafters = DrafterSet(dict(drafters or {}), {}, "none")
         self.drafters = drafters
-        self.cache = model.new_cache(self.options.max_batch, self.options.max_context)
+        o = self.options
+        self._room = new_room(model, o.max_batch, o.max_context, o.prefill_chunk, o.cache_bytes, o.prefix_cache)
+        self.cache = self._room.cache
         check_needs({**drafters.drafters, **drafters.choosers}, self.cache.layers, new_pieces is not None)
         share_target([*drafters.drafters.values(), *drafters.choosers.values()], model, self.cache)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._queue = Queue(self._room, o.max_batch, o.max_draft, self._drafter)
+        self._waiting, self._running = self._queue.waiting, self._queue.running
         self._keys, self._round, self._started = count(), 0, clock()
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -112,6 +120,13 @@ class Engine:
         for sequence in [*self._waiting, *self._running]:
             sequence.cancelled |= sequence.request.request_id == request_id
 
+    def clear_prefix_cache(self) -> None:
+        """Forget what ended sequences left; with nothing running, all memory of the cache is then free."""
+        self._room.clear()
+        for drafter in self.drafters.drafters.values():
+            if isinstance(drafter, KeepsPrefixes):
+                drafter.clear_prefixes()
+
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
@@ -126,9 +141,14 @@ class Engine:
         """Choices that wait for a slot."""
         return len(self._waiting)
 
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's memory that sequences which run hold; prefixes yield and do not count."""
+        return self._room.used_bytes / (self.cache.nbytes + self.cache.free_bytes)
+
     def check(self) -> None:
         """Raise AssertionError where cache or drafters hold something no sequence owns."""
-        self.cache.check([s.slot for s in self._running if s.slot is not None])
+        self.cache.check([s.slot for s in self._running if s.slot is not None] + self._room.held_slots)
         if not self._running:
             for drafter in [*self.drafters.drafters.values(), *self.drafters.choosers.values()]:
                 drafter.check_idle()
@@ -185,14 +205,8 @@ class Engine:
     # -- schedule and propose ------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Sequence]:
-        while self._waiting and self.cache.free_slots:
-            sequence = self._waiting.popleft()
-            sequence.slot = self.cache.allocate(min(sequence.limit, self.options.max_context))
-            sequence.view.slot = sequence.slot
-            sequence.phase = Phase.PREFILL
-            self._running.append(sequence)
-            if (drafter := self._drafter(sequence)) is not None:
-                drafter.begin(sequence.view)
+        self._queue.admit()
+        self._queue.make_room()
         return list(self._running)
 
     def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
@@ -218,13 +232,15 @@ class Engine:
     def _free_rows(self, sequence: Sequence) -> int:
         """Rows a pass may write for this sequence; a tree can have more nodes than the cache has room for."""
         assert sequence.slot is not None
-        free = min(self.cache.capacity - self.cache.committed(sequence.slot), self.cache.largest_write)
+        free = self.cache.granted(sequence.slot) - self.cache.committed(sequence.slot)
+        free = min(free, self.cache.largest_write)
         return min(free, self.model.row_policy.tile) if self.options.deterministic else free
 
     def _budget(self, sequence: Sequence) -> int:
         """Draft tokens at most: the last token emitted needs no draft, so one less than the room left."""
         asked = sequence.request.draft.draft_length
-        length = min(self.options.max_draft if asked is None else asked, sequence.room - 1)
+        length = self.options.max_draft if asked is None else asked
+        length = min(length, sequence.room - 1, self._free_rows(sequence) - 1)
         return min(length, self.model.row_policy.tile - 1) if self.options.deterministic else length
 
     def _span(self, sequence: Sequence, proposal: Proposal, transaction: Transaction) -> Span:
@@ -238,7 +254,7 @@ class Engine:
                 parents = [-1, *(0 if p is None else p + 1 for p in proposal.parents)]
             transaction.reserve(slot, len(tokens))
             return Span(slot, start, tokens, parents, limit=sequence.limit)
-        chunk = sequence.tokens[start : start + min(self.options.prefill_chunk, self.cache.largest_write)]
+        chunk = self._room.next_chunk(sequence, start)
         transaction.reserve(slot, len(chunk))
         last = start + len(chunk) == len(sequence.tokens)
         want: Literal["all", "last", "none"] = "last" if last else "none"
@@ -299,6 +315,8 @@ class Engine:
         if outcome.verdict is None:
             transaction.commit(sequence.slot, range(len(span.tokens)))
             outcome.kept = range(len(span.tokens))
+            if self.cache.committed(sequence.slot) == sequence.filled < len(sequence.tokens):
+                sequence.phase = Phase.DECODE
             return None
         delta = self._emit(sequence, outcome)
         rows = [0, *(1 + node for node in outcome.verdict.path)][: outcome.emitted]
@@ -396,7 +414,7 @@ class Engine:
             sequence.stop.finish_reason = "cancelled"
             deltas.append(self._last_words(sequence))
         if gone:
-            self._waiting = deque(s for s in self._waiting if not s.cancelled)
+            self._waiting[:] = [s for s in self._waiting if not s.cancelled]
             self._retire()
         return deltas
 
@@ -405,9 +423,7 @@ class Engine:
             self._running.remove(sequence)
             if (drafter := self._drafter(sequence)) is not None:
                 drafter.end(sequence.view)
-            assert sequence.slot is not None
-            self.cache.release(sequence.slot)
-            sequence.slot = sequence.view.slot = None
+            self._room.leave(sequence, useful=sequence.error is None)
         if not self._running:
             self.check()
 
@@ -424,6 +440,7 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens; the context holds {self.options.max_context} "
                 f"with at least one for the answer. Shorten the prompt or raise --max-context."
             )
+        self._check_memory(request)
         if any(s.request.request_id == request.request_id for s in [*self._waiting, *self._running]):
             raise InvalidParameter("request_id", request.request_id, "an id that no unfinished request has")
         if any(isinstance(word, str) for word in request.params.bad_words):
@@ -443,10 +460,22 @@ class Engine:
             raise InvalidParameter("draft_length", settings.draft_length, "a whole number from 0, or auto")
         check_tree_size(settings, self.drafters.drafters.get(settings.drafter))
 
+    def _check_memory(self, request: Request) -> None:
+        """Refuse what could not be decoded even with the cache to itself."""
+        most, asked = self._room.most_tokens, request.params.max_tokens
+        needed = min(len(request.prompt) + (1 if asked is None else asked), self.options.max_context)
+        if most is not None and needed > most:
+            raise RequestTooLarge(
+                f"the request needs a cache of {needed} tokens ({len(request.prompt)} of them prompt); the memory "
+                f"given to it holds {most}. Shorten the prompt, ask for fewer tokens, or raise --max-memory."
+            )
+
     def _new_sequence(self, request: Request, choice: int, seed: int) -> Sequence:
         params = request.params
         output = params.max_tokens if params.max_tokens is not None else self.options.max_context
         limit = min(len(request.prompt) + output, self.options.max_context)
+        if self._room.most_tokens is not None:
+            limit = min(limit, self._room.most_tokens)
         prefix = PrefixState(request.prompt, params, self.vocab_size, self.eos_token_ids)
         noise = request_key(seed, choice)
         view = SequenceView(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.decode.lazy_memory import LazyZeros
 from paceline.decode.model.step import Ring
 
 __all__ = ["LayerStore", "RingStore"]
@@ -29,7 +30,11 @@ class LayerStore:
         self, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv_heads = kv_heads
-        self.data = torch.zeros(2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._memory = LazyZeros((2, slots, kv_heads, 0, head_dim), dtype, device)
+
+    @property
+    def data(self) -> Tensor:
+        return self._memory.tensor
 
     @property
     def rows(self) -> int:
@@ -39,8 +44,18 @@ class LayerStore:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens of every slot, keeping what there is."""
         kept = self.data
-        self.data = kept.new_zeros(*kept.shape[:3], capacity, kept.shape[4])
+        self._memory = LazyZeros((*kept.shape[:3], capacity, kept.shape[4]), kept.dtype, kept.device)
         self.data[:, :, :, : kept.shape[3]] = kept
+
+    def nbytes(self, tokens: int) -> int:
+        """What `tokens` of a slot take."""
+        return tokens * 2 * self.kv_heads * self.data.shape[4] * self.data.element_size()
+
+    def discard(self, slot: int, first: int) -> None:
+        """Give back the memory of a slot's tokens from `first` on, whole pages of it; they are zeros then."""
+        for half in self.data[:, slot]:
+            for part in half[:, first:] if first else [half]:
+                self._memory.discard(part)
 
     def write(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Put keys and values `rows` [n, 2 * kv_heads * head_dim] at (slot, position) [n] each."""
@@ -93,6 +108,14 @@ class RingStore(LayerStore):
     def grow(self, capacity: int) -> None:
         if self.rows < min(capacity, self.ring.rows):
             super().grow(min(capacity, self.ring.rows))
+
+    def nbytes(self, tokens: int) -> int:
+        return super().nbytes(min(tokens, self.ring.rows))
+
+    def discard(self, slot: int, first: int) -> None:
+        """A ring is given back as a whole."""
+        if not first:
+            super().discard(slot, 0)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         self.data[:, target] = self.data[:, source]

@@ -51,6 +51,7 @@ class LLM:
     max_context   tokens of prompt and answer; the model's own maximum, at most 4096, where None
     max_batch     sequences decoded together
     deterministic rows independent in passes of any size, at some cost in large batches
+    prefix_cache  keep what finished sequences computed, for later requests of their tenant that begin likewise
     trace         file for one record per sequence and round
     on_record     receives the same records as they are made
 
@@ -73,6 +74,7 @@ class LLM:
         max_context: int | None = None,
         max_batch: int = 8,
         deterministic: bool = False,
+        prefix_cache: bool = True,
         trace: Path | None = None,
         on_record: Callable[[StepRecord], None] | None = None,
         progress: Callable[[str], None] | None = None,
@@ -100,7 +102,10 @@ class LLM:
         self.tokenizer = self.checkpoint.tokenizer
         self.max_context = self._context(max_context)
         options = EngineOptions(
-            max_batch=max_batch, max_context=self.max_context, deterministic=deterministic
+            max_batch=max_batch,
+            max_context=self.max_context,
+            deterministic=deterministic,
+            prefix_cache=prefix_cache,
         )
         drafting = pick_dtype(draft_dtype or dtype, self.device)
         self.notes: list[str] = []  # what loading found that the caller should know
@@ -111,6 +116,7 @@ class LLM:
             max_draft=options.max_draft,
             load=lambda spec: self._load_draft(spec, drafting, progress),
             stop_ids=self.checkpoint.eos_token_ids,
+            keep=prefix_cache,
         )
         self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size, relaxed)
         check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))

@@ -105,6 +105,17 @@ class Sequence:
     def tokens(self) -> list[int]:
         return self.view.tokens
 
+    def start(self, shared: int) -> None:
+        """Its slot holds the first `shared` tokens: begin with the prompt, or go on after a preemption."""
+        self.phase = Phase.DECODE if shared == self.filled < len(self.tokens) else Phase.PREFILL
+        if not self.stats.preemptions:
+            self.stats.cached_tokens = shared
+
+    @property
+    def filled(self) -> int:
+        """Tokens the cache must hold before decoding: the whole prompt, or all but the last after a preemption."""
+        return len(self.tokens) - (len(self.tokens) > self.view.prompt_len)
+
     @property
     def output(self) -> list[int]:
         return self.view.tokens[self.view.prompt_len :]

@@ -79,7 +79,7 @@ class Metrics:
         )
         self._running = Gauge("paceline_num_requests_running", "Choices being decoded", registry=r)
         self._waiting = Gauge("paceline_num_requests_waiting", "Choices waiting for a slot", registry=r)
-        self._usage = Gauge("paceline_kv_cache_usage_ratio", "Slots of the cache in use, 0 to 1", registry=r)
+        self._usage = Gauge("paceline_kv_cache_usage_ratio", "Memory of the cache in use, 0 to 1", registry=r)
 
     # -- engine thread -----------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Metrics:
         running, waiting = engine.running, engine.waiting
         self._running.set(running)
         self._waiting.set(waiting)
-        self._usage.set(1.0 - engine.cache.free_slots / engine.cache.slots)
+        self._usage.set(engine.cache_usage)
         self.live.held(running, waiting)
 
     # -- event loop --------------------------------------------------------------------------------------------

@@ -6,14 +6,16 @@ alone: two calls of `propose` in a row give the same answer.
 
 The engine calls, for each sequence that has this drafter available:
 
-    begin(view)                      once, when the prompt is known
+    begin(view)                      once, when the prompt is known; once more each time it goes on after it was
+                                     preempted, with the output so far in its tokens
     propose(views, budgets)          in rounds in which it is chosen; one Proposal per view, at most
                                      budgets[i] tokens on the longest path, and where the view has a
                                      tree_size at most so many in all, with `confidence` and without equal
                                      siblings; else a chain. Fewer or none is always allowed
     observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown; a
                                      verdict counts the nodes that were verified, which may be fewer than proposed
-    end(view)                        once, on every way out; frees whatever it holds for the sequence
+    end(view)                        for every begin, on every way out; frees whatever it holds for the sequence
+                                     (`view.preempted` where the sequence will go on later)
 
 A new drafter needs its file, a line in `registry.py` and its page in the docs; nothing else changes.
 """
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.decode.cache import KVCache
     from paceline.decode.model.base import TargetModel
 
-__all__ = ["Drafter", "Needs", "SequenceView", "SharesTarget"]
+__all__ = ["Drafter", "KeepsPrefixes", "Needs", "SequenceView", "SharesTarget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class SequenceView:
     hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
     slot       of the sequence in the target's cache while it runs, for drafters that share it
     limit      tokens it may grow to; 0 where nothing is said
+    preempted  set while `end` is called on a sequence that will go on: its output is not finished
     """
 
     key: int
@@ -84,6 +87,7 @@ class SequenceView:
     slot: int | None = None
     limit: int = 0
     verify: str = "coupled"
+    preempted: bool = False
 
     @property
     def rule(self) -> Rule:
@@ -119,3 +123,10 @@ class SharesTarget(Protocol):
     """
 
     def share_target(self, model: TargetModel, cache: KVCache) -> None: ...
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """A drafter that keeps state of ended sequences for later ones of their tenant."""
+
+    def clear_prefixes(self) -> None: ...

@@ -81,10 +81,12 @@ def build_drafters(
     max_draft: int,
     load: Callable[[str], DraftModel],
     stop_ids: frozenset[int] = frozenset(),
+    keep: bool = True,
 ) -> DrafterSet:
     """Drafters for `specs`. The model-free ones are always there for requests to name.
 
-    `load` brings the draft model of a path; `stop_ids` end the target's texts.
+    `load` brings the draft model of a path; `stop_ids` end the target's texts; `keep` lets draft models go on from what
+    they computed for sequences that ended.
     """
     drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
     models: dict[str, TargetModel] = {}
@@ -96,7 +98,7 @@ def build_drafters(
             assert spec.model is not None
             draft = load(spec.model)
             models[str(spec)] = draft.model
-            drafters[str(spec)] = _model_drafter(draft, str(spec), max_batch, stop_ids)
+            drafters[str(spec)] = _model_drafter(draft, str(spec), max_batch, stop_ids, keep)
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, {}, "none")
     cost = time_passes(target, min(max_batch * (1 + max_draft), target.max_positions))
@@ -109,14 +111,14 @@ def build_drafters(
     return DrafterSet(drafters, choosers, str(kinds[0]) if alone else "auto", cost)
 
 
-def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset[int]) -> Drafter:
+def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset[int], keep: bool) -> Drafter:
     model, positions = draft.model, draft.checkpoint.max_positions
     if draft.translation is not None:
         return TranslatingDrafter(
             model, draft.translation, name=name, max_positions=positions, slots=slots, stop_ids=stop_ids
         )
     ends = draft.checkpoint.eos_token_ids
-    return ModelDrafter(model, name=name, max_positions=positions, slots=slots, stop_ids=ends)
+    return ModelDrafter(model, name=name, max_positions=positions, slots=slots, stop_ids=ends, keep=keep)
 
 
 def _candidate(drafter: Drafter, model: TargetModel | None, cost: PassCost) -> Candidate:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["copy_confidence", "copy_doubt", "copy_from", "match_length"]
+from collections.abc import Sequence
+
+__all__ = ["copy_confidence", "copy_doubt", "copy_from", "match_length", "shared_length"]
 
 DOUBT = 2.0  # pseudo-count of "something else" after a match of one token; see `copy_confidence`
 
@@ -46,3 +48,15 @@ def copy_confidence(match: int, agree: int = 1, seen: int = 1) -> float:
 def copy_doubt(match: int, seen: int) -> float:
     """What `copy_confidence` leaves for other tokens when all of the `seen` places have spoken."""
     return 1.0 - seen / (seen + DOUBT / match)
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning of two lists, by halving: slices compare at machine speed."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -6,7 +6,11 @@ all sampling options of the request and the prefix at that very position, with t
 wants (`draws.py`): the target's under `coupled`; noise of their own under `rejection` and `block`, and then the
 proposal says what each was drawn from. At temperature 0 they are the argmax.
 
-Past its own maximum length, or after a token it has no embedding for, it proposes nothing, for that sequence alone.
+When a sequence ends, the slot stays as it is until another sequence needs it; one of the same tenant that begins
+likewise goes on from it, as the target does.
+
+Past its own maximum length, where its memory is used up, or after a token it has no embedding for, it proposes
+nothing, for that sequence alone.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
+from paceline.decode.cache import MIN_SHARED
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.draws import draft_key, reports_probs
+from paceline.decode.draft.match import shared_length
 from paceline.decode.draft.model_tree import WrittenTree, grow_trees, new_tree
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
@@ -37,6 +43,7 @@ class DraftState:
     slot: int
     written: list[int] = field(default_factory=list)
     tree: WrittenTree | None = None
+    kind: tuple[str, bool] = ("", False)  # tenant, and by which rotation, of a model that has two
 
 
 @dataclass(slots=True)
@@ -61,6 +68,8 @@ class ModelDrafter:
     slots          sequences it can follow at once, the engine's batch
     read           what it reads of a sequence, where that is not the committed tokens (`translate.py`)
     stop_ids       drafting ends behind these (end-of-text): nothing can follow (unbiased, see `verify/rules.py`)
+    keep           whether slots of ended sequences are kept for others
+    cache_bytes    memory the cache may take; None is all slots to `max_positions`
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class ModelDrafter:
         stop_ids: frozenset[int] = frozenset(),
         prefill_chunk: int = 512,
         read: Callable[[SequenceView], list[int]] | None = None,
+        keep: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.needs = Needs(own_kv=True, trees=True)
@@ -81,21 +92,54 @@ class ModelDrafter:
         self.cache = model.new_cache(slots, max_positions)
         self._stop_ids, self._chunk = stop_ids, min(prefill_chunk, self.cache.largest_write)
         self._read = read
+        self.cache.budget = cache_bytes
         self._states: dict[int, DraftState] = {}
+        self._keep = keep and read is None  # another tokenizer's tokens are not those of the view
+        self._kept: list[DraftState] = []  # of ended sequences, the oldest first
 
     def begin(self, view: SequenceView) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"
-        self._states[view.key] = DraftState(self.cache.allocate(1))
+        long_from = self.model.geometry.long_from
+        kind = view.tenant, long_from is not None and self._limit(view) > long_from
+        own = [state for state in self._kept if state.kind == kind]
+        best = max(own, key=lambda state: shared_length(state.written, view.tokens), default=None)
+        if best is not None and shared_length(best.written, view.tokens) >= MIN_SHARED:
+            self._kept.remove(best)
+            self._states[view.key] = best
+            return
+        if not self.cache.free_slots:
+            self._forget_oldest()
+        self._states[view.key] = DraftState(self.cache.allocate(0), kind=kind)
 
     def end(self, view: SequenceView) -> None:
-        self.cache.release(self._states.pop(view.key).slot)
+        state = self._states.pop(view.key)
+        state.tree = None
+        shared = shared_length(state.written, view.tokens)
+        if not self._keep or self.cache.resumable(state.slot, shared) < MIN_SHARED:
+            self.cache.release(state.slot)
+            return
+        self._cut(state, shared)
+        self.cache.shrink(state.slot)
+        self._kept.append(state)
+
+    def clear_prefixes(self) -> None:
+        while self._kept:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        assert self._kept, "more sequences draft than there are slots and memory for"
+        self.cache.release(self._kept.pop(0).slot)
+
+    def _cut(self, state: DraftState, tokens: int) -> None:
+        self.cache.truncate(state.slot, tokens)
+        del state.written[tokens:]
 
     def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None:
         """Nothing to learn: the next `propose` compares what was written with what was committed."""
 
     def check_idle(self) -> None:
         assert not self._states, f"draft state is held for ended sequences {sorted(self._states)}"
-        self.cache.check([])
+        self.cache.check([state.slot for state in self._kept])
 
     def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
         growing = []
@@ -106,6 +150,7 @@ class ModelDrafter:
             growing.append(Growing(view, min(budget, room) if self._can_read(tokens, state) else 0, state, tokens))
         active = [g for g in growing if g.budget > 0 and g.view.tree_size is None]
         logits = self._catch_up(active)
+        active = [g for g in active if g.budget > 0]
         while active:
             self.extend(active, logits)
             active = [g for g in active if not g.stopped and len(g.drafts) < g.budget]
@@ -118,6 +163,7 @@ class ModelDrafter:
         """By key: the proposals of sequences that asked for trees."""
         trees = []
         logits = self._catch_up(active)
+        active = [g for g in active if g.budget > 0]
         for g in active:
             assert g.view.tree_size is not None
             ends = frozenset() if g.view.params.ignore_eos else self._stop_ids
@@ -131,7 +177,7 @@ class ModelDrafter:
 
     def _can_read(self, tokens: Seq[int], state: DraftState) -> bool:
         """Whether the draft has an embedding for every token it has yet to see."""
-        return max(tokens[_shared_length(state.written, tokens) :], default=0) < self.model.vocab_width
+        return max(tokens[shared_length(state.written, tokens) :], default=0) < self.model.vocab_width
 
     def _limit(self, view: SequenceView) -> int:
         """Tokens the draft may read of a sequence; the same in every round."""
@@ -144,21 +190,29 @@ class ModelDrafter:
         """Run what each sequence has committed and the draft has not seen; logits after the last token."""
         missing: list[tuple[Growing, Seq[int]]] = []
         for g in active:
-            known = _shared_length(g.state.written, g.tokens)
+            known = shared_length(g.state.written, g.tokens)
             if g.state.tree is not None and known == len(g.state.written) < len(g.tokens):
                 ahead = g.state.tree.keep(self.cache, g.state.slot, g.tokens[known:-1])
                 g.state.written += ahead
                 known += len(ahead)
             g.state.tree = None
             known = self.cache.resumable(g.state.slot, min(known, len(g.tokens) - 1))
-            self.cache.truncate(g.state.slot, known)
-            del g.state.written[known:]
-            self.cache.reserve_capacity(len(g.tokens) + g.budget)
+            self._cut(g.state, known)
+            if not self._grant(g):
+                g.budget = 0
+                continue
             missing.append((g, g.tokens[known:]))
         while any(len(tokens) > self._chunk for _, tokens in missing):
             self._pass([(g, tokens[: self._chunk]) for g, tokens in missing if len(tokens) > self._chunk])
             missing = [(g, t[self._chunk :] if len(t) > self._chunk else t) for g, t in missing]
         return self._pass(missing) if missing else torch.empty(0)
+
+    def _grant(self, g: Growing) -> bool:
+        """Memory for what is committed and the drafts; slots of ended sequences yield."""
+        wanted = min(len(g.tokens) + (g.view.tree_size or g.budget), self.cache.limit)
+        while not (granted := self.cache.grant(g.state.slot, wanted)) and self._kept:
+            self._forget_oldest()
+        return granted
 
     def _pass(self, entries: Seq[tuple[Growing, Seq[int]]]) -> Tensor:
         """One pass over the tokens of each entry; logits [entries, width] after the last of each."""
@@ -213,11 +267,3 @@ class ModelDrafter:
             return Proposal()
         distribution = Dense(torch.cat(g.probs)) if g.probs else OneHot()
         return Proposal.chain(g.drafts, self.name, distribution, tuple(g.confidence))
-
-
-def _shared_length(written: Seq[int], tokens: Seq[int]) -> int:
-    """Length of the longest common prefix."""
-    limit = min(len(written), len(tokens))
-    if list(written[:limit]) == list(tokens[:limit]):
-        return limit
-    return next(i for i in range(limit) if written[i] != tokens[i])

@@ -230,7 +230,7 @@ def grow_trees(
         going = []
         for tree, _ in found:
             tree.choose()
-            room = min(cache.limit - tree.base, cache.largest_write)
+            room = min(cache.granted(tree.slot) - tree.base, cache.largest_write)
             if nodes := tree.frontier(depth, room):
                 going.append((tree, nodes))
         if going:

@@ -110,6 +110,8 @@ class SuffixDrafter:
 
     def end(self, view: SequenceView) -> None:
         _, document = self._sequences.pop(view.key)
+        if view.preempted:
+            return
         self.pool.add(view.tenant, view.tokens[view.prompt_len : document.indexed])
 
     def check_idle(self) -> None:

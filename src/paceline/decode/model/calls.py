@@ -7,7 +7,7 @@ first, each in a call of its own (`branches.py`), then its trunk together with c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def attention_calls(
     policy: RowPolicy,
 ) -> tuple[AttentionGroup, ...]:
     """The calls of every layer, in order."""
-    calls = [[_queries(span, first, _unmasked(span, geometry))] for span, first in prefill]
+    calls = [[_chunk(span, first, geometry, policy)] for span, first in prefill]
     calls += _decode_calls(decode, policy)
     return tuple(_group(call, geometry, policy, total_rows if len(calls) == 1 else None) for call in calls)
 
@@ -45,6 +45,7 @@ class _Queries:
     end      behind the last place this pass writes in the slot
     past     keys before this one are seen by all and need no mask
     placed   (row, cache position) to be written before the call
+    width    queries to pad to at least, where it is a prompt chunk
     """
 
     slot: int
@@ -54,17 +55,24 @@ class _Queries:
     further: Sequence[Sequence[int]] | None = None
     placed: Sequence[tuple[int, int]] = ()
     past: int = 0
+    width: int = 0
 
     @property
     def keys(self) -> int:
         return 1 + max(max(self.last_keys), max((max(keys) for keys in self.further or ()), default=0))
 
 
-def _queries(span: Span, first: int, past: int = 0) -> _Queries:
+def _chunk(span: Span, first: int, geometry: Geometry, policy: RowPolicy) -> _Queries:
+    return replace(
+        _queries(span, first), past=_unmasked(span, geometry, policy), width=policy.padded(len(span.tokens))
+    )
+
+
+def _queries(span: Span, first: int) -> _Queries:
     """The rows of a span without branches."""
     rows, end = range(first, first + len(span.tokens)), span.start + len(span.tokens)
     if span.level is None:
-        return _Queries(span.slot, rows, range(span.start, end), end, past=past)
+        return _Queries(span.slot, rows, range(span.start, end), end)
     further = [[*above, span.start + i] for i, above in enumerate(span.level.ancestors)]
     return _Queries(span.slot, rows, [span.level.base - 1] * len(rows), end, further)
 
@@ -122,7 +130,7 @@ def _group(
     total_rows: int | None,  # of the pass, where this group is all of it
 ) -> AttentionGroup:
     low, high = members[0].slot, members[-1].slot + 1
-    width = max(_round_up(len(q.rows), policy.multiple) for q in members)
+    width = max(max(_round_up(len(q.rows), policy.multiple), q.width) for q in members)
     past = members[0].past
     kv_len = max(_round_up(q.keys, 1 if past else policy.kv_block) for q in members)
     device = geometry.device
@@ -187,9 +195,13 @@ def _seen_in_ring(members: Sequence[_Queries], seen: Tensor, ring: Ring) -> Tens
     return out
 
 
-def _unmasked(span: Span, geometry: Geometry) -> int:
-    """Keys that need no mask: those before a prompt chunk. Attention over them alone is some 7 % faster."""
-    plain = geometry.ring is None and geometry.device.type == "cpu"
+def _unmasked(span: Span, geometry: Geometry, policy: RowPolicy) -> int:
+    """Keys that need no mask: those before a prompt chunk. Attention over them alone is some 7 % faster.
+
+    The two parts are joined by other sums than one call makes, so a token's bits depend on where its chunk began:
+    done only where they depend on it anyway.
+    """
+    plain = geometry.ring is None and geometry.device.type == "cpu" and not policy.chunk_rows
     return span.start if plain else 0
 
 

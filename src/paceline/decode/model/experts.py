@@ -1,7 +1,7 @@
 """A mixture of experts whose rows keep their bits: what a row gets depends on no other row's routing.
 
-Each expert's product is over the rows that chose it, padded to the multiple of the model's `RowPolicy`, so that
-how many others chose the same expert does not show (tried for products of up to 32 rows, like every product). The
+Each expert's product is over the rows that chose it, padded as the model's `RowPolicy` pads a prompt chunk, so that
+how many others chose the same expert does not show (tried like every product). The
 parts of a row are added in the order of the experts. Products never span two pieces of a pass.
 
 On disk the experts of a layer are separate weights (`fuse_experts`), or stacked with gate and up apart, as in GGUF
@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.decode.model.attention import by_rows
 from paceline.decode.model.features import Routing
 from paceline.decode.model.linear import Linear
+from paceline.decode.model.spans import RowPolicy
 
 __all__ = ["Experts", "fuse_experts", "join_gate_and_up"]
 
@@ -51,11 +52,11 @@ class Experts:
     def nbytes(self) -> int:
         return sum(product.nbytes for product in (self.router, *self.gate_up, *self.down))
 
-    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], multiple: int) -> Tensor:
-        """x [rows, width] piece by piece; every piece has a multiple of `multiple` rows."""
-        return torch.cat([self._piece(x[low:high], multiple) for low, high in pieces])
+    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], policy: RowPolicy) -> Tensor:
+        """x [rows, width] piece by piece; every piece is padded as the policy says."""
+        return torch.cat([self._piece(x[low:high], policy) for low, high in pieces])
 
-    def _piece(self, x: Tensor, multiple: int) -> Tensor:
+    def _piece(self, x: Tensor, policy: RowPolicy) -> Tensor:
         chances = self.router(x).float().softmax(-1)
         weights, chosen = chances.topk(self.routing.active, dim=-1)
         if self.routing.normalised:
@@ -65,7 +66,7 @@ class Experts:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
-            mine = F.pad(x[rows], (0, 0, 0, -len(rows) % multiple))
+            mine = F.pad(x[rows], (0, 0, 0, policy.padded(len(rows)) - len(rows)))
             gate, up = self.gate_up[expert](mine).chunk(2, dim=-1)
             made = self.down[expert](by_rows(self.activation, gate) * up)[: len(rows)]
             out.index_add_(0, rows, (made * weights[rows, places, None]).to(x.dtype))

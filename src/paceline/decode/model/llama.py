@@ -25,7 +25,7 @@ from paceline.decode.model.features import Routing, features_of
 from paceline.decode.model.linear import Linear
 from paceline.decode.model.rope import Rotations
 from paceline.decode.model.rows import find_row_policy
-from paceline.decode.model.step import AttentionGroup, Geometry, Ring, StepInputs
+from paceline.decode.model.step import AttentionGroup, Geometry, Ring, RowPolicy, StepInputs
 from paceline.errors import ModelFormatError, UnsupportedModel
 
 __all__ = ["LlamaDecoder"]
@@ -47,7 +47,7 @@ class _Dense:
     def nbytes(self) -> int:
         return self.gate_up.nbytes + self.down.nbytes
 
-    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], multiple: int) -> Tensor:
+    def over(self, x: Tensor, pieces: Sequence[tuple[int, int]], policy: RowPolicy) -> Tensor:
         gate, up = self.gate_up.over(x, pieces).chunk(2, dim=-1)
         return self.down.over(by_rows(self.activation, gate) * up, pieces)
 
@@ -133,7 +133,7 @@ class LlamaDecoder:
             turn = turns[self.features.layer_types[index]]
             mixed = self._attention(index, self._norm(x, layer.input_norm), turn, step, cache)
             x = x + (mixed if layer.behind_attention is None else self._norm(mixed, layer.behind_attention))
-            made = layer.mlp.over(self._norm(x, layer.mlp_norm), step.pieces, self.row_policy.multiple)
+            made = layer.mlp.over(self._norm(x, layer.mlp_norm), step.pieces, self.row_policy)
             x = x + (made if layer.behind_mlp is None else self._norm(made, layer.behind_mlp))
             if index in taps:
                 hidden[index] = x

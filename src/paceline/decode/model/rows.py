@@ -8,6 +8,7 @@ the answer is the same at every start.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ from paceline.decode.model.attention import Attention
 from paceline.decode.model.linear import Linear
 from paceline.decode.model.step import KV_BLOCK, Geometry, RowPolicy
 
-__all__ = ["find_row_policy"]
+__all__ = ["CHUNK_ROWS", "find_row_policy"]
+
+# Sizes a prefill chunk is padded to: few, so that each can be tried; a quarter of the work is wasted at most.
+CHUNK_ROWS = (40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 _MULTIPLES = (4, 8, 16, 32)  # below 4 rows the packed products are no faster (measured, avx512_bf16)
 _KV_BLOCKS = (128, 256, 512)
@@ -29,7 +33,10 @@ _KEYS = 2 * KV_BLOCK  # the kernel sums keys in parts of KV_BLOCK: two parts sho
 def find_row_policy(
     products: Sequence[Linear], geometry: Geometry, head_dim: int, attention: Attention
 ) -> RowPolicy:
-    """The cheapest padding that keeps rows independent in `products` and in attention of this geometry."""
+    """The cheapest padding that keeps rows independent in `products` and in attention of this geometry.
+
+    The last of `products` is the LM head, which sees no prefill chunk as a whole.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def noise(rows: int, width: int) -> Tensor:
@@ -37,13 +44,17 @@ def find_row_policy(
 
     inputs = [noise(_BLOCK, m.in_features) for m in products]
     pairs = list(zip(products, inputs, strict=True))
-    trial = _AttentionTrial(geometry, head_dim, attention, noise)
+    trial, chunk_trial = (
+        _AttentionTrial(geometry, head_dim, attention, noise, rows) for rows in (_BLOCK, CHUNK_ROWS[-1])
+    )
     for multiple in _MULTIPLES:
         if not all(_independent(f, x, multiple) for f, x in pairs):
             continue
         for kv_block in _KV_BLOCKS:
             if trial.independent(multiple, kv_block):
-                return RowPolicy(multiple, _BLOCK, kv_block)
+                policy = RowPolicy(multiple, _BLOCK, kv_block, chunk_rows=CHUNK_ROWS)
+                chunks = _chunks_agree(products[:-1], noise) and chunk_trial.chunks_agree(policy)
+                return policy if chunks else replace(policy, chunk_rows=())
     return RowPolicy(_BLOCK, _BLOCK, KV_BLOCK, proved=False)
 
 
@@ -52,6 +63,16 @@ def _independent(product: Callable[[Tensor], Tensor], x: Tensor, multiple: int) 
     alone = torch.cat([product(F.pad(row[None], (0, 0, 0, multiple - 1)))[:1] for row in x])
     counts = range(multiple, _BLOCK + 1, multiple)
     return all(torch.equal(product(x[:count]), alone[:count]) for count in counts)
+
+
+def _chunks_agree(products: Sequence[Linear], noise: Callable[[int, int], Tensor]) -> bool:
+    """Whether rows have in products of every size of `CHUNK_ROWS` the bits they have in blocks of `_BLOCK`."""
+    for product in products:
+        x = noise(CHUNK_ROWS[-1], product.in_features)
+        alone = torch.cat([product(part) for part in x.split(_BLOCK)])
+        if not all(torch.equal(product(x[:rows]), alone[:rows]) for rows in CHUNK_ROWS):
+            return False
+    return True
 
 
 class _AttentionTrial:
@@ -63,7 +84,7 @@ class _AttentionTrial:
     """
 
     def __init__(
-        self, geometry: Geometry, head_dim: int, attention: Attention, noise: Callable[[int, int], Tensor]
+        self, geometry: Geometry, head_dim: int, attention: Attention, noise: Callable[[int, int], Tensor], rows: int
     ) -> None:
         self.geometry, self.dim, self.attention = geometry, head_dim, attention
         length = _KEYS + KV_BLOCK
@@ -71,8 +92,8 @@ class _AttentionTrial:
             noise(length, geometry.kv_heads * head_dim).view(length, -1, head_dim).transpose(0, 1)[None]
             for _ in range(2)
         )
-        queries = noise(_BLOCK, geometry.kv_heads * geometry.group * head_dim)
-        self.queries = queries.view(_BLOCK, geometry.kv_heads, geometry.group, head_dim)
+        queries = noise(rows, geometry.kv_heads * geometry.group * head_dim)
+        self.queries = queries.view(rows, geometry.kv_heads, geometry.group, head_dim)
 
     def independent(self, multiple: int, kv_block: int) -> bool:
         blocks = ((0, 1), (0, 2), (0, 5), (0, 8), (3, 9), (0, 17), (0, _BLOCK))
@@ -87,6 +108,17 @@ class _AttentionTrial:
                     if not torch.equal(together, alone[:, :, low:high]):
                         return False
         return True
+
+    def chunks_agree(self, policy: RowPolicy) -> bool:
+        """Whether queries have in chunks of every size of `CHUNK_ROWS` the bits they have in blocks of `_BLOCK`."""
+        return all(self._chunk_agrees(context, policy) for context in (0, _KEYS - KV_BLOCK + 188))
+
+    def _chunk_agrees(self, context: int, policy: RowPolicy) -> bool:
+        def attend(low: int, high: int) -> Tensor:
+            return self._attend(context, low, high, policy.multiple, policy.kv_block, 0)
+
+        alone = torch.cat([attend(low, low + _BLOCK) for low in range(0, CHUNK_ROWS[-1], _BLOCK)], dim=2)
+        return all(torch.equal(attend(0, rows), alone[:, :, :rows]) for rows in CHUNK_ROWS)
 
     def _attend(
         self, context: int, low: int, high: int, multiple: int, kv_block: int, extra: int

@@ -68,12 +68,21 @@ class RowPolicy:
     tile      up to this many rows independence was tried; deterministic mode cuts larger products into tiles
     kv_block  keys of a sequence are padded to a multiple of this
     proved    False where no padding tried made the rows independent on this machine
+    chunk_rows   rows to which a prefill chunk is padded, rising; in products and attention of these sizes a row has
+              the bits it has alone, so that a token's do not depend on how its prompt was cut. Empty where that
+              was not tried or does not hold: then chunks are as long as they are, and their bounds matter
     """
 
     multiple: int = 1
     tile: int = 32
     kv_block: int = KV_BLOCK
     proved: bool = True
+    chunk_rows: tuple[int, ...] = ()
+
+    def padded(self, rows: int) -> int:
+        """Rows of the product that computes a prefill chunk of `rows`; more than were tried are not the engine's."""
+        least = -(-rows // self.multiple) * self.multiple
+        return least if rows <= self.tile else next((size for size in self.chunk_rows if size >= rows), least)
 
 
 @dataclass(frozen=True, slots=True)

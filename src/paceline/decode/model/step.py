@@ -83,8 +83,10 @@ class _Layout:
         self.real += range(first, first + width)
         return first, width
 
-    def pad(self, first: int = 0) -> None:
-        missing = -(len(self.ids) - first) % self.multiple
+    def pad(self, first: int = 0, rows: int | None = None) -> None:
+        """Fill up from row `first` on, to `rows` of them or to the multiple."""
+        have = len(self.ids) - first
+        missing = -have % self.multiple if rows is None else rows - have
         self.ids += [0] * missing
         self.positions += [0] * missing
         if self.long_from is not None:
@@ -109,7 +111,7 @@ def build_inputs(
     for i in prefill:
         first = len(layout.ids)
         rows_of[i] = layout.add(spans[i])
-        layout.pad(first)
+        layout.pad(first, policy.padded(len(spans[i].tokens)))
         pieces.append((first, len(layout.ids)))
     logits_of, wanted, head_pieces = _wanted(spans, rows_of, policy, tiled)
     count = max((first + rows for first, rows in logits_of), default=0)
