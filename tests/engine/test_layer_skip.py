@@ -249,6 +249,24 @@ def test_drafts_wrap_around_a_sliding_window(lab: Lab, monkeypatch: pytest.Monke
     target.cache_clear()
 
 
+def test_in_little_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes taken over, sequences that yield and come back in other slots: the drafter finds its rows again."""
+    monkeypatch.setattr(KVCache, "block", 32)
+    common, made = list(range(40, 60)), drafter()
+    asks = [
+        request([*common, i, 2 * i + 1], id=str(i), draft="layer-skip", length=3, max_tokens=60) for i in range(6)
+    ]
+    budget = 7 * target().new_cache(1, 32).cost(32)
+    engine = lab.engine(target(), {"layer-skip": made}, max_batch=4, max_context=512, cache_bytes=budget)
+    results = lab.run(engine, asks, [0, 0, 1, 1, 2, 3])
+    assert sum(ran.sequence.stats.preemptions for (ran,) in results.values()) > 0
+    for r in asks:
+        plain = lab.one(lab.engine(target()), request(r.prompt, draft="none", params=r.params))
+        assert results[r.request_id][0].tokens == plain.tokens
+    engine.clear_prefix_cache()
+    made.check_idle()
+
+
 def test_under_auto_as_well(lab: Lab) -> None:
     compare(lab, target(), 0.0, "auto")
 

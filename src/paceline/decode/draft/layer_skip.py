@@ -108,7 +108,7 @@ class LayerSkipDrafter:
             assert view.slot is not None, f"sequence {view.key} has no slot in the target's cache"
             held = cache.committed(view.slot)
             assert held == len(view.tokens) - 1, f"{held} cached of {len(view.tokens)} committed tokens"
-            room = min(cache.capacity - held, cache.largest_write)
+            room = min(cache.granted(view.slot) - held, cache.largest_write)
             growing.append(Growing(view, min(budget, room), DraftState(view.slot)))
         active = [g for g in growing if g.budget > 0]
         with cache.transaction() as transaction:  # left without a commit: rolled back
