@@ -24,8 +24,8 @@ def error(response: Any) -> dict[str, Any]:
     ("change", "param"),
     [
         ({"best_of": 2}, "best_of"),
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "strict": True}}]}, "tools.0.function.strict"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"store": True}, "store"),
         ({"user": "me"}, "user"),
@@ -56,7 +56,8 @@ def error(response: Any) -> dict[str, Any]:
         ({"speculation": {"draft": "suffix", "draft_length": 4, "tree_size": 2}}, "tree_size"),
         ({"speculation": {"depth": 1}}, "speculation.depth"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None),
     ],
 )

@@ -14,6 +14,7 @@ from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, Us
 
 __all__ = ["ApiError", "as_api_error", "from_validation", "queue_full", "stopping"]
 
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of messages, named before their fields
 _UNION = re.compile(r"[-\[]|^(str|int|float|bool)$")  # pydantic's names for the branches of a union
 _INVALID = "invalid_request_error"
 
@@ -65,7 +66,8 @@ def as_api_error(error: Exception) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, by the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if not _UNION.search(str(part))) or None
+    inner = [part for part in first["loc"][:-1] if part not in _ROLES] + list(first["loc"][-1:])
+    param = ".".join(str(part) for part in inner if not _UNION.search(str(part))) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown or unsupported field: {param}", param=param, code="unknown_parameter")
     where = "the body" if param is None else param

@@ -13,6 +13,7 @@ from paceline.serve.protocol import (
     draft_settings,
     sampling_params,
     template_messages,
+    template_tools,
 )
 from paceline.serve.replies import ChatWriter, CompletionWriter
 from paceline.serve.service import Answer, Service
@@ -28,10 +29,12 @@ async def chat_answer(service: Service, body: ChatRequest, tenant: str) -> Answe
     top = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = sampling_params(body, limit, top)
-    prompt = await asyncio.to_thread(service.chat_ids, template_messages(body.messages))
+    tools = template_tools(body)
+    prompt = await asyncio.to_thread(service.chat_ids, template_messages(body.messages), tools)
     draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
     reply = await service.submit([prompt], params, draft, tenant)
-    return Answer(service, reply, ChatWriter(service.texts, top is not None, _wants_tokens(body)))
+    writer = ChatWriter(service.texts, top is not None, _wants_tokens(body), tools=bool(tools))
+    return Answer(service, reply, writer)
 
 
 async def completion_answer(service: Service, body: CompletionRequest, tenant: str) -> Answer:

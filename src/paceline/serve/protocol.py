@@ -7,6 +7,7 @@ alone. Defaults are the protocol's: temperature 1.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ __all__ = [
     "draft_settings",
     "sampling_params",
     "template_messages",
+    "template_tools",
 ]
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -101,15 +103,66 @@ class TextPart(Strict):
     text: Text
 
 
-class Message(Strict):
-    """One turn. `content` of several parts is their text joined."""
+Content = Text | list[TextPart]
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+
+class InstructionMessage(Strict):
+    """A turn of several parts is their text joined."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class CalledFunction(Strict):
+    name: Text
+    arguments: Text
+
+
+class CallMade(Strict):
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Strict):
+    """What the model said before, the calls it made included."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    refusal: None = None
+    tool_calls: list[CallMade] | None = None
+
+
+class ToolMessage(Strict):
+    """What a call gave back."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Text
+
+
+Message = Annotated[InstructionMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Strict):
+    """`strict: true` would promise arguments that fit `parameters`: refused until decoding is constrained to them."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -200,13 +253,36 @@ def draft_settings(asked: Speculation | None, default: DraftSettings, known: Col
 
 
 def template_messages(messages: list[Message]) -> list[Mapping[str, Any]]:
-    """Turns as chat templates read them: `developer`, the newer word for `system`, is known to few."""
+    """Turns as chat templates read them: `developer`, the newer word for `system`, is known to few; the arguments of
+    calls are objects, not JSON text."""
     turns: list[Mapping[str, Any]] = []
     for message in messages:
-        content = message.content
+        content = message.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        turns.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+        turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+        if isinstance(message, ToolMessage):
+            turn["tool_call_id"] = message.tool_call_id
+        turns.append(turn)
     return turns
+
+
+def template_tools(body: ChatRequest) -> list[Mapping[str, Any]]:
+    """The functions a template is to show; none where they may not be called."""
+    if body.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+def _call(made: CallMade) -> dict[str, Any]:
+    try:
+        arguments: Any = json.loads(made.function.arguments)
+    except (ValueError, RecursionError) as error:
+        text = "messages: the arguments of a tool call are not JSON"
+        raise ApiError(400, text, param="messages", code="invalid_value") from error
+    function = {"name": made.function.name, "arguments": arguments}
+    return {"id": made.id, "type": "function", "function": function}
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -14,8 +14,12 @@ from typing import Any, Protocol
 
 from paceline.core.output import Delta, TokenLogprob
 from paceline.decode.model.tokenizer import TextTokenizer
+from paceline.serve.tools import ToolCall, ToolScanner
 
 __all__ = ["ChatWriter", "Choice", "CompletionWriter", "Echo", "TokenTexts", "Writer"]
+
+_TOOLS = "tool_calls"
+
 
 class TokenTexts:
     """The bytes and texts of single tokens."""
@@ -62,6 +66,7 @@ class Choice:
     length: int = 0
     measuring: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
     spelling: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
+    scanner: ToolScanner = field(default_factory=ToolScanner)
 
     def place(self, raw: bytes) -> int:
         """Where a token with these bytes begins in the text, in characters."""
@@ -90,31 +95,48 @@ class Writer(Protocol):
 
 
 class ChatWriter:
-    """`chat.completion`."""
+    """`chat.completion`. With `tools` the calls in an answer are taken out of its text."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts, logprobs: bool, tokens: bool) -> None:
-        self._texts, self._logprobs, self._tokens = texts, logprobs, tokens
+    def __init__(self, texts: TokenTexts, logprobs: bool, tokens: bool, tools: bool = False) -> None:
+        self._texts, self._logprobs, self._tokens, self._tools = texts, logprobs, tokens, tools
 
     def first(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": message, "logprobs": None, "finish_reason": None}
 
     def part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text else {}
+        text, calls = self._read(choice, delta)
+        content: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            content["tool_calls"] = [{"index": call.index, **call.as_json()} for call in calls]
         return {"index": choice.index, "delta": content, **self._rest(choice, delta)}
 
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        text = "".join(d.text for d in deltas)
-        message = {"role": "assistant", "content": text, "refusal": None}
+        read = [self._read(choice, delta) for delta in deltas]
+        text, calls = "".join(t for t, _ in read), [call.as_json() for _, made in read for call in made]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"index": choice.index, "message": message, **self._rest(choice, *deltas)}
+
+    def _read(self, choice: Choice, delta: Delta) -> tuple[str, list[ToolCall]]:
+        """A delta's text and the calls it completes."""
+        if not self._tools:
+            return delta.text, []
+        found = choice.scanner.push(delta.text)
+        if delta.finish_reason is None:
+            return found.text, found.calls
+        last = choice.scanner.flush()
+        return found.text + last.text, found.calls + last.calls
 
     def _rest(self, choice: Choice, *deltas: Delta) -> dict[str, Any]:
         logprobs = None
         if self._logprobs:
             logprobs = {"content": [self._entry(x) for d in deltas for x in d.logprobs], "refusal": None}
-        rest = {"logprobs": logprobs, "finish_reason": deltas[-1].finish_reason}
+        reason: str | None = deltas[-1].finish_reason
+        rest = {"logprobs": logprobs, "finish_reason": _TOOLS if reason == "stop" and choice.scanner.calls else reason}
         return rest | token_list(self._texts, choice, deltas, self._tokens)
 
     def _entry(self, value: TokenLogprob) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from paceline.errors import RequestFailed, UsageError
 from paceline.serve.errors import ApiError
 from paceline.serve.metrics import Metrics
 from paceline.serve.replies import Choice, Echo, TokenTexts, Writer
+from paceline.serve.tools import writes_tool_calls
 from paceline.serve.worker import EngineThread, Reply
 
 __all__ = ["Answer", "Service", "ServiceOptions"]
@@ -99,11 +100,16 @@ class Service:
     async def encode(self, text: str) -> list[int]:
         return await asyncio.to_thread(self.llm.encode, text)
 
-    def chat_ids(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+    def chat_ids(
+        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The ids of a conversation by the model's template, the answer's beginning included."""
         if self.llm.tokenizer is None:
             raise UsageError("this model comes without a tokenizer; give token ids to /v1/completions")
-        return self.llm.tokenizer.encode_chat(messages)
+        if tools and not any(writes_tool_calls(t) for t in self.llm.tokenizer.chat_templates.values()):
+            text = "tools: this model's chat template teaches no tool calls that this server reads"
+            raise ApiError(400, text, param="tools", code="unsupported_by_model")
+        return self.llm.tokenizer.encode_chat(messages, tools=tools or None)
 
     def decode(self, ids: Seq[int]) -> str:
         if self.llm.tokenizer is None:

@@ -1,0 +1,124 @@
+"""Tool calls in a model's text: found as it streams, whatever the pieces it comes in.
+
+A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as the templates of Qwen, Hermes and their
+kin teach it. Whether a model writes so is read from its template; tools for another model are refused. Text that may
+become a call is held back until it is one or is not; what looks like a call and is no JSON of this shape stays text.
+The result does not depend on how the text is cut (case SD-29).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Found", "ToolCall", "ToolScanner", "writes_tool_calls"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is JSON text; `index` counts the calls of an answer."""
+
+    index: int
+    name: str
+    arguments: str
+    call_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class Found:
+    """What a piece of text brought for certain."""
+
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def writes_tool_calls(template: str) -> bool:
+    """Whether a chat template takes tools and teaches calls that `ToolScanner` reads."""
+    return "tools" in template and _OPEN in template
+
+
+class ToolScanner:
+    """Follows one answer. White space beside a call belongs to it."""
+
+    def __init__(self) -> None:
+        self._held, self._inside, self._after_call = "", False, False
+        self._space = ""  # before the call that has begun
+        self.calls = 0
+
+    def push(self, text: str) -> Found:
+        self._held += text
+        found = Found()
+        while self._end_call(found) if self._inside else self._begin_call(found):
+            pass
+        return found
+
+    def flush(self) -> Found:
+        """The end of the text: a call without its end is one where its JSON is whole."""
+        found = Found()
+        held, self._held = self._held, ""
+        if self._inside:
+            self._inside = False
+            self._take(held, found, held_text=_OPEN + held)
+        elif not (self._after_call and not held.strip()):
+            found.text += held
+        return found
+
+    def _begin_call(self, found: Found) -> bool:
+        """Give out text up to the next call; False where none begins yet."""
+        if self._after_call:
+            self._held = self._held.lstrip()
+        at = self._held.find(_OPEN)
+        certain = self._held[:at].rstrip() if at >= 0 else self._held[: len(self._held) - _hold(self._held)]
+        found.text += certain
+        self._after_call = self._after_call and not certain
+        if at < 0:
+            self._held = self._held[len(certain) :]
+            return False
+        self._space = self._held[len(certain) : at]
+        self._held, self._inside = self._held[at + len(_OPEN) :], True
+        return True
+
+    def _end_call(self, found: Found) -> bool:
+        at = self._held.find(_CLOSE)
+        if at < 0:
+            return False
+        body, self._held, self._inside = self._held[:at], self._held[at + len(_CLOSE) :], False
+        self._take(body, found, held_text=_OPEN + body + _CLOSE)
+        return True
+
+    def _take(self, body: str, found: Found, held_text: str) -> None:
+        call = _parse(body, self.calls)
+        if call is None:
+            found.text += self._space + held_text
+            self._after_call = False
+            return
+        found.calls.append(call)
+        self.calls += 1
+        self._after_call = True
+
+
+def _hold(text: str) -> int:
+    """How many characters at the end may belong to a call: white space, and the beginning of its mark."""
+    mark = next((n for n in range(min(len(_OPEN) - 1, len(text)), 0, -1) if _OPEN.startswith(text[-n:])), 0)
+    before = text[: len(text) - mark]
+    return mark + len(before) - len(before.rstrip())
+
+
+def _parse(body: str, index: int) -> ToolCall | None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(index, value["name"], text, "call_" + secrets.token_hex(12))
