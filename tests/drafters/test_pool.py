@@ -103,7 +103,7 @@ def test_what_only_loses_is_dropped() -> None:
     """Acceptance must not rot: an output whose suggestions keep missing stops speaking."""
     drafter = SuffixDrafter()
     finish(drafter, [5, 6, 7, *TEXT])
-    loop = Loop(drafter, script_target([t for i in range(40) for t in (5, 6, 900 + i)], 1))
+    loop = Loop(drafter, script_target([t for i in range(40) for t in (6, 900 + i)], 1))
     loop.begin(1, [1])
     drafts = [len(loop.round([1], 4)[0]) for _ in range(80)]
     assert any(drafts[:10])
@@ -118,7 +118,7 @@ def test_a_pool_of_nothing_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_match": 0}, {"max_match": 1}, {"min_token_prob": 1.0}, {"max_pool_tokens": -1}]
+    "wrong", [{"min_match": 0}, {"max_match": 0}, {"min_token_prob": 1.0}, {"max_pool_tokens": -1}]
 )
 def test_options_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidParameter, match=next(iter(wrong))):

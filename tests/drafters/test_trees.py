@@ -14,6 +14,7 @@ from paceline.core.proposal import Dense, Proposal
 from paceline.decode.draft.cut import best_nodes, cut
 from paceline.decode.draft.grow import grow
 from paceline.decode.draft.registry import MODEL_FREE, make_model_free
+from paceline.decode.draft.suffix import SuffixDrafter, SuffixOptions
 
 chances = st.lists(st.sampled_from([0.05, 0.1, 0.2, 0.3, 0.5]), min_size=1, max_size=3)
 
@@ -125,7 +126,7 @@ def test_contract_with_trees(
 def test_suffix_branches_where_places_disagree() -> None:
     """ab was followed by c twice and by d once: both stand in the tree, and each with what came after it."""
     text = [1, 2, 3, 7, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
-    loop = Loop(make_model_free("suffix"), lambda prefix: 4, tree_size=5)
+    loop = Loop(SuffixDrafter(SuffixOptions(min_node_prob=0.05)), lambda prefix: 4, tree_size=5)
     view = loop.begin(0, text)
     (proposal,) = loop.drafter.propose([view], [2])
     paths = {tuple(proposal.tokens[at] for at in proposal.path_to(node)) for node in range(len(proposal))}

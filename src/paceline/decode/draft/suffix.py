@@ -44,12 +44,12 @@ class SuffixOptions:
     max_pool_age      finished outputs of its tenant after which one is forgotten, >= 1
     """
 
-    min_match: int = 2
+    min_match: int = 1
     max_match: int = 32
     max_spec_factor: float = 1.0
-    max_spec_offset: float = 0.0
+    max_spec_offset: float = 2.0
     min_token_prob: float = 0.2
-    min_node_prob: float = 0.05
+    min_node_prob: float = 0.1
     max_places: int = 8
     max_pool_tokens: int = 65_536
     max_pool_age: int = 512
