@@ -48,7 +48,7 @@ class SuffixOptions:
     max_match: int = 32
     max_spec_factor: float = 1.0
     max_spec_offset: float = 2.0
-    min_token_prob: float = 0.2
+    min_token_prob: float = 0.1
     min_node_prob: float = 0.1
     max_places: int = 8
     max_pool_tokens: int = 65_536
