@@ -15,14 +15,14 @@ from probe_toys import made_up_probe
 from test_probe import check_page
 from tiny_models import save_folder, tiny_backend, tiny_model
 
-from paceline.bench.bench_run import ArmSpec, BlockResult, best_fixed, short_name
+from paceline.bench.bench_run import ArmSpec, BlockResult, best_fixed
 from paceline.bench.loads import BlockTimes, Rounds
 from paceline.bench.paired import Run, RunKey, Sample
 from paceline.bench.server_load import parse_server
 from paceline.bench.summary import summarise_bench
 from paceline.cli import main
 from paceline.errors import InvalidParameter
-from paceline.plan.probe_file import Drafts, ReplayedText
+from paceline.plan.probe_file import Drafts, ReplayedText, short_name
 from paceline.report.bench_text import bench_text, unexcused
 
 ARMS = [ArmSpec("plain", None, 0), ArmSpec("auto", "auto", None), ArmSpec("a D=2", "a", 2), ArmSpec("a D=4", "a", 4)]

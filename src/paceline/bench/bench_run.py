@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from paceline.bench.loads import BlockTimes, EngineLoad, Load, TransformersLoad, params_of
@@ -38,10 +37,10 @@ from paceline.decode.model.checkpoint import load_checkpoint
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
 from paceline.plan.advice import advise
-from paceline.plan.probe_file import ProbeFile
+from paceline.plan.probe_file import ProbeFile, short_name
 
 __all__ = ["AUTO", "PLAIN", "TRANSFORMERS", "ArmSpec", "BenchPlan", "BlockResult", "arms_of", "best_fixed",
-           "gap_between", "measure", "run_blocks", "short_name"]  # fmt: skip
+           "gap_between", "measure", "run_blocks"]  # fmt: skip
 
 PLAIN, AUTO, TRANSFORMERS = "plain", "auto", "transformers"
 
@@ -83,12 +82,6 @@ class BlockResult:
     def of_row(cls, row: Mapping[str, Any]) -> BlockResult:
         runs = tuple(Run.of_row(r) for r in row["runs"])
         return cls(runs[0].key, row["index"], runs, BlockTimes.of_row(row["times"]))
-
-
-def short_name(drafter: str) -> str:
-    """A drafter as a table shows it: of a draft model the last part of its path."""
-    kind, _, path = drafter.partition(":")
-    return f"{kind}:{Path(path).stem}" if kind == "model" else drafter
 
 
 def arms_of(llm: LLM, lengths: Sequence[int | None]) -> list[ArmSpec]:

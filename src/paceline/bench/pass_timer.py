@@ -37,11 +37,13 @@ class PassTimer:
         self.model, self._prefill, self._clock = model, prefill, clock
         self._points = [p for p in dict.fromkeys(points) if p[1] + p[2] <= model.max_positions]
         self._seconds: dict[Point, list[float]] = {}
+        self._sweeps = 0
         self._caches: dict[int, KVCache] = {}
 
     def sweep(self, points: Sequence[Point] | None = None) -> None:
-        """Every point once more."""
-        for point in self._points if points is None else points:
+        """Every point once more, forwards and backwards by turns: a drifting machine slows both ends alike."""
+        self._sweeps += 1
+        for point in list(self._points if points is None else points)[:: 1 if self._sweeps % 2 else -1]:
             self._seconds.setdefault(point, []).append(self._run(point))
 
     def widest(self, share: float) -> list[Point]:

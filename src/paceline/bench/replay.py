@@ -6,8 +6,7 @@ Three ways, with the same result:
 - a draft model: one prefill of the text. As long as its drafts match the text they *are* the text, so its next draft
   after k matched ones is its own draw after k more tokens of the text. Where its draw at every position is known,
   how far a draft from any position matches is a run of agreements. Under `coupled` a draw belongs to its absolute
-  position, so this holds at every temperature. (The pass over many rows can round differently from single steps;
-  it then differs only where two tokens are all but tied.)
+  position, so this holds at every temperature. Its rows have the bits of single steps where the row policy is proved.
 - a draft model that reads the text in its own way: the same runs, found round by round, each from where the last
   one ended.
 
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ __all__ = ["Text", "matched_tokens", "model_of", "replay", "replay_by_prefill", 
            "replay_token_by_token"]  # fmt: skip
 
 _CHUNK = 512
-_LOGIT_ROWS = 64
 _KEYS = count()
 
 
@@ -216,19 +215,21 @@ def _run(agrees: Sequence[bool], first: int, most: int) -> int:
 def _logits_along(model: TargetModel, tokens: Sequence[int], first_wanted: int) -> Iterator[tuple[int, Tensor]]:
     """(index, logits of the rows from there on) for every token from `first_wanted` on, in pieces.
 
-    Chunks end where the wanted rows begin, so that a piece is wanted whole or not at all.
+    What lies before is read as a drafter catches up; then as many rows a pass as are sure to be what they are alone.
     """
     cache = model.new_cache(1, len(tokens))
     cache.reserve_capacity(len(tokens))
-    bounds = [*range(0, first_wanted, _CHUNK), *range(first_wanted, len(tokens), _LOGIT_ROWS), len(tokens)]
+    start, tile = first_wanted + 1, model.row_policy.tile
+    bounds = [*range(0, start, _CHUNK), *range(start, len(tokens), tile), len(tokens)]
     for low, high in itertools.pairwise(bounds):
-        wanted = low >= first_wanted
-        span = Span(0, low, tokens[low:high], want="all" if wanted else "none", prefill=True)
+        whole = low >= start
+        want: Literal["all", "last", "none"] = "all" if whole else "last" if high == start else "none"
+        span = Span(0, low, tokens[low:high], want=want, prefill=not whole and high - low > tile)
         inputs = build_inputs([span], cache.capacity, model.geometry, model.row_policy)
         result = model.forward(inputs, cache)
-        if wanted:
+        if want != "none":
             first, rows = inputs.logits_of[0]
-            yield low, result.logits[first : first + rows]
+            yield high - rows, result.logits[first : first + rows]
 
 
 def _draws(text: Text, logits: Tensor, position: int) -> tuple[list[int | None], list[float]]:

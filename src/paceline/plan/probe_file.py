@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.errors import InvalidParameter, ModelFormatError, UsageError
 
-__all__ = ["SCHEMA", "DrafterTimes", "Drafts", "PassTime", "ProbeFile", "ReplayedText", "read_probe"]
+__all__ = ["SCHEMA", "DrafterTimes", "Drafts", "PassTime", "ProbeFile", "ReplayedText", "read_probe", "short_name"]
 
 SCHEMA = "paceline.probe/1"
 
@@ -184,6 +184,12 @@ class ProbeFile:
             raise ModelFormatError(f"schema is {data.get('schema')!r}; this version reads {SCHEMA!r}")
         values = {k: v for k, v in data.items() if k != "schema"}
         return _build(cls, {**values, **_parts(values)})
+
+
+def short_name(drafter: str) -> str:
+    """A drafter as a table shows it: of a draft model the last part of its path."""
+    kind, _, path = drafter.partition(":")
+    return f"{kind}:{Path(path).stem}" if kind == "model" else drafter
 
 
 def read_probe(path: Path) -> ProbeFile:

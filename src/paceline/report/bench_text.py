@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.plan.probe_file import short_name
 from paceline.report.plan_text import table
 
 __all__ = ["TIE", "bench_text", "unexcused"]
@@ -80,7 +81,7 @@ def _predicted(s: Row) -> str:
     if not s["predicted"] or not s["predicted"]["points"]:
         return ""
     rows = [
-        (p["batch"], p["drafted"], p["drafter"] or "", p["rounds"], f"{p['measured_ms']:.1f}",
+        (p["batch"], p["drafted"], short_name(p["drafter"] or ""), p["rounds"], f"{p['measured_ms']:.1f}",
          f"{p['predicted_ms']:.1f}", f"{100 * p['error']:+.1f} %" if "error" in p else "")
         for p in s["predicted"]["points"]
     ]  # fmt: skip

@@ -18,6 +18,7 @@ const html = (tag, text, parent, cls) => {
   if (parent) parent.appendChild(node);
   return node;
 };
+const brief = name => name.replace(/^model:.*\//, "model:").replace(/\.gguf\b/, "");
 function ticks(low, high, log) {
   if (log) {
     const found = [];
@@ -57,6 +58,7 @@ function chart(place, o) {
     let d = "";
     s.points.forEach((p, n) => { d += n === 0 ? `M${px(p[0])},${py(p[1])}` : o.step ? `H${px(p[0])}V${py(p[1])}` : `L${px(p[0])},${py(p[1])}`; });
     make("path", { d, stroke: colour(s.colour ?? i), "stroke-dasharray": s.dash || "" }, svg);
+    if (o.dots) for (const p of s.points) make("circle", { cx: px(p[0]), cy: py(p[1]), r: 4, fill: colour(s.colour ?? i) }, svg);
     for (const p of s.points) dots.push({ x: px(p[0]), y: py(p[1]), text: p[2], colour: colour(s.colour ?? i) });
   });
   for (const p of o.stars || []) { const c = make("circle", { cx: px(p[0]), cy: py(p[1]), r: 6.5, fill: "var(--good)" }, svg); c.setAttribute("data-star", "1"); dots.push({ x: px(p[0]), y: py(p[1]), text: p[2], colour: "var(--good)" }); }
@@ -76,6 +78,21 @@ function chart(place, o) {
     const legend = html("div", "", $(place), "legend");
     o.series.forEach((s, i) => { const item = html("span", "", legend); const line = html("i", "", item); line.style.background = colour(s.colour ?? i); item.append(s.name); });
   }
+}
+function stacked(place, groups, parts, unit) {
+  const most = Math.max(...groups.map(g => g.values.reduce((a, b) => a + b, 0)));
+  for (const g of groups) {
+    const bar = html("div", "", $(place), "bar");
+    let left = 0;
+    g.values.forEach((v, i) => {
+      const piece = html("div", "", bar), share = 100 * v / most;
+      piece.style.cssText = `position:absolute;top:0;left:${left}%;width:${share}%;border-radius:0;background:${colour(i + 1)}`;
+      left += share;
+    });
+    html("span", g.name, bar); html("em", g.values.map(v => v.toFixed(1)).join(" + ") + ` ${unit}`, bar);
+  }
+  const legend = html("div", "", $(place), "legend");
+  parts.forEach((name, i) => { const item = html("span", "", legend), line = html("i", "", item); line.style.background = colour(i + 1); item.append(name); });
 }
 function rows(place, head, body) {
   const table = html("table", "", $(place)), top = html("tr", "", table);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.plan.probe_file import short_name
 from paceline.report.plan_text import table
 
 __all__ = ["probe_text", "setting_words"]
@@ -22,7 +23,7 @@ def probe_text(summary: Row) -> str:
 
 def setting_words(drafter: str | None, length: int) -> str:
     """A setting as a person says it."""
-    return "plain" if drafter is None else f"{drafter}, D = {length}"
+    return "plain" if drafter is None else f"{short_name(drafter)}, D = {length}"
 
 
 def _head(s: Row) -> str:
@@ -86,7 +87,7 @@ def _drafters(s: Row) -> str:
     rows = []
     for d in s["drafters"]:
         steps = ", ".join(f"{x['batch']}: {x['ms']:.1f} ms ({x['of_a_pass']:.2f})" for x in d["steps"])
-        rows.append((d["name"], f"{d['round_us']:.0f}", steps or "no model"))
+        rows.append((short_name(d["name"]), f"{d['round_us']:.0f}", steps or "no model"))
     return "drafters\n" + table(("drafter", "us a round", "a step by batch (of a target pass)"), rows)
 
 
@@ -101,7 +102,7 @@ def _acceptance(s: Row) -> str:
             cells.append("" if found is None else f"{found[0]:.2f}+-{half:.2f}")
         speaks = f"{100 * a['offered'][0]:.0f} %" if a["offered"] else ""
         group = "all" if a["by"] == "all" else f"{a['by']} {a['value']}"
-        rows.append((a["drafter"], f"{a['temperature']:g}", group, a["texts"], speaks, *cells))
+        rows.append((short_name(a["drafter"]), f"{a['temperature']:g}", group, a["texts"], speaks, *cells))
     head = ("acceptance", "T", "of", "texts", "drafts in", *(str(d) for d in depths))
     return table(head, rows) if rows else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.plan.policies import Outcome
-from paceline.plan.probe_file import ProbeFile
+from paceline.plan.probe_file import ProbeFile, short_name
 from paceline.report.plan_text import table
 
 __all__ = ["replay_text"]
@@ -19,7 +19,7 @@ def replay_text(probe: ProbeFile, outcomes: Sequence[Outcome], batch: int) -> st
     head = f"{probe.model}: {len(texts)} texts, {sum(t.tokens - 1 for t in texts)} tokens of rounds, {batch} at once"
     rows = [
         (
-            o.policy, f"{o.seconds:.2f}", f"{o.tokens * batch / o.seconds:.1f}", f"{o.over_plain:.2f}",
+            short_name(o.policy), f"{o.seconds:.2f}", f"{o.tokens * batch / o.seconds:.1f}", f"{o.over_plain:.2f}",
             f"{100 * o.of_oracle:.0f} %", "" if o.acceptance_length is None else f"{o.acceptance_length:.2f}",
             f"{o.mean_length:.2f}", _often(o),
         )
@@ -31,4 +31,5 @@ def replay_text(probe: ProbeFile, outcomes: Sequence[Outcome], batch: int) -> st
 
 def _often(o: Outcome) -> str:
     most = sorted(o.lengths.items(), key=lambda item: -item[1])[:_SHOWN]
-    return ", ".join(f"{'plain' if n is None else f'{n} {k}'} {100 * c / o.rounds:.0f} %" for (n, k), c in most)
+    said = (("plain" if n is None else f"{short_name(n)} {k}", c) for (n, k), c in most)
+    return ", ".join(f"{what} {100 * c / o.rounds:.0f} %" for what, c in said)
