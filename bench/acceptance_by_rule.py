@@ -112,9 +112,11 @@ def measure(args: argparse.Namespace, results: ResultFile) -> None:
     edits = args.prompts // 5
     folder = args.shared / "workloads"
     kinds = [("spec_bench", args.prompts - edits), ("code_edit", edits)]
-    prompts = [p for kind, count in kinds if count for p in load_workload(kind, folder, count).prompts]
+    prompts = [
+        (f"{kind}/{p.id}", p) for kind, count in kinds if count for p in load_workload(kind, folder, count).prompts
+    ]
     done = {(row["arm"], row["prompt"]) for row in results.rows}
-    missing = [(arm, i) for arm in ARMS for i in range(len(prompts)) if (arm, prompts[i].id) not in done]
+    missing = [(arm, i) for arm in ARMS for i in range(len(prompts)) if (arm, prompts[i][0]) not in done]
     if not missing:
         return
     llm = LLM(
@@ -131,7 +133,7 @@ def measure(args: argparse.Namespace, results: ResultFile) -> None:
         own = [i for a, i in missing if a == arm]
         for start in range(0, len(own), args.batch):
             some = own[start : start + args.batch]
-            for row in run(llm, arm, args, {i: (prompts[i].id, encode(llm, prompts[i])) for i in some}):
+            for row in run(llm, arm, args, {i: (prompts[i][0], encode(llm, prompts[i][1])) for i in some}):
                 results.append(row)
             ended += len(some)
             left = (time.perf_counter() - began) / ended * (len(missing) - ended)

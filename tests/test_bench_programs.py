@@ -75,6 +75,25 @@ def test_equality_goes_on_and_sees_a_planted_difference(
     assert len(output.read_text().splitlines()) == len(lines)
 
 
+def test_acceptance_by_rule_goes_on_and_gives_both_comparisons(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The draft is the target itself: each rule keeps every draft, on the same proposals exactly so."""
+    output = tmp_path / "r.jsonl"
+    arguments = ["--model", model, "--draft", model, "--shared", prompts, "--output", str(output), "--prompts", "5"]
+    arguments += ["--max-tokens", "10", "--draft-length", "2", "--threads", "1", "--dtype", "float32"]
+    assert call(program("acceptance_by_rule"), monkeypatch, *arguments) == 0
+    out = capsys.readouterr().out
+    lines = output.read_text().splitlines(keepends=True)
+    assert len(lines) == 16 and "| own runs | 15 | 3.000" in out
+    for row in (json.loads(line) for line in lines[1:]):
+        expected = 0 if row["arm"] == "coupled" else 2 * row["proposals"]
+        assert all(abs(value - expected) < 1e-3 for value in row["expected"].values())
+    output.write_text("".join(lines[:-4]))
+    assert call(program("acceptance_by_rule"), monkeypatch, *arguments) == 0
+    assert len(output.read_text().splitlines()) == 16
+
+
 def test_the_cost_of_tiles_is_a_table(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,13 @@ def test_a_trace_gives_its_rates_back(tmp_path: Path) -> None:
     assert len(found.draws) == 200
     estimate = found.estimate(3)
     assert estimate.low < estimate.value < estimate.high
+
+
+def test_acceptance_of_a_rule_that_is_not_exact_says_so() -> None:
+    records = _records(np.random.default_rng(5), 4, (0.8,))
+    assert "not exact" not in acceptance_from_records(records, "t").source
+    relaxed = [replace(r, verify="relaxed", lossless=False) for r in records[:1]] + records[1:]
+    assert acceptance_from_records(relaxed, "t").source.endswith("not exact: relaxed")
 
 
 def test_requests_are_resampled_whole() -> None:

@@ -113,23 +113,26 @@ def acceptance_from_records(
 ) -> Acceptance:
     """From a trace: conditional rates over rounds that reached a position, resampled by request.
 
-    Rounds of one request are alike, so whole requests are drawn (cluster bootstrap).
+    Rounds of one request are alike, so whole requests are drawn (cluster bootstrap). The source says where a rule was
+    used that is not exact.
     """
     by_request: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    temperatures = set()
+    temperatures, lossy = set(), set()
     for r in records:
         if r.kind == "verify" and r.proposed > 0 and (drafter is None or r.drafter == drafter):
             by_request[r.request].append((r.proposed, r.accepted))
             temperatures.add(r.temperature)
+            lossy |= set() if r.lossless else {r.verify}
     if not by_request:
         who = "" if drafter is None else f" of drafter {drafter!r}"
         raise UsageError(f"{source} holds no verification rounds{who}: record a run with speculation on")
     longest = max(p for rounds in by_request.values() for p, _ in rounds)
     counts = np.array([_reach(rounds, longest) for rounds in by_request.values()])  # [requests, 2, positions]
+    source = f"{source} ({len(by_request)} requests)" + (f", not exact: {', '.join(sorted(lossy))}" if lossy else "")
     rng = np.random.default_rng(seed)
     picked = [counts[rng.integers(len(counts), size=len(counts))].sum(axis=0) for _ in range(draws)]
     return Acceptance(
-        _rates(counts.sum(axis=0)), f"{source} ({len(by_request)} requests)", Origin.MEASURED,
+        _rates(counts.sum(axis=0)), source, Origin.MEASURED,
         draws=tuple(_rates(p) for p in picked),
         temperature=temperatures.pop() if len(temperatures) == 1 else None,
     )  # fmt: skip
