@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace) -> dict[str, Arm]:
 def add_free(llm: LLM) -> None:
     """`free`: what `auto` is where no other drafter was given."""
     free = build_drafters(parse_drafts(["auto"]), llm.engine.model, max_batch=1, max_draft=15, load=_no_model)
-    llm.draft_set.drafters["free"] = llm.draft_set.choosers["free"] = free.drafters["auto"]
+    llm.draft_set.drafters["free"] = free.drafters["auto"]
 
 
 def _no_model(spec: str) -> DraftModel:

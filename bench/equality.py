@@ -226,8 +226,7 @@ def add_drafters(llm: LLM) -> None:
         load=lambda _: DraftModel(llm.checkpoint, llm.engine.model),
     )
     llm.draft_set.drafters.update(more.drafters)
-    llm.draft_set.choosers.update(more.choosers)
-    llm.draft_set.cost = more.cost
+    llm.draft_set.auto = more.auto
 
 
 def generate(llm: LLM, work: Work, cell: Cell, names: Sequence[str], max_tokens: int) -> list[Completion]:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from paceline.core.proposal import Verdict
 from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.auto import mild_cost
 from paceline.decode.draft.base import Drafter, SequenceView
 from paceline.decode.draft.registry import MODEL_FREE, make_auto, make_model_free
 
@@ -80,7 +81,7 @@ def replay_file(path: Path, name: str, budget: int, limit: int, row_cost: float,
         return [ids.setdefault(token, len(ids)) for token in _TOKEN.findall(text)]
 
     documents = [(encode(prompt), encode(output)) for prompt, output in texts(path, limit)]
-    drafter = make_auto(cost=cost) if name == "auto" else make_model_free(name)
+    drafter = make_auto(cost=mild_cost(row_cost)) if name == "auto" else make_model_free(name)
     return replay(drafter, _with_context(documents, context), budget, cost)
 
 

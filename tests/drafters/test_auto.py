@@ -1,4 +1,7 @@
-"""`auto`: which drafter, how far, and that it neither goes blind nor pays much for looking."""
+"""`auto`, the controller's hands: that drafters are asked, watched and scored as the controller wants it.
+
+What it chooses in long worlds is tested in `tests/control`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import pytest
 from drafter_toys import Loop
 
 from paceline.core.proposal import Proposal, Verdict
-from paceline.decode.draft.auto import AutoDrafter, AutoOptions, Candidate
+from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.auto import AutoDrafter, Candidate, mild_cost
 from paceline.decode.draft.base import Needs, SequenceView
-from paceline.decode.draft.learn import AcceptanceTable, Learner
 from paceline.errors import InvalidParameter
+from paceline.plan.control.cost import StepTimes
+from paceline.plan.control.records import RoundFacts
+from paceline.plan.control.survival import AcceptanceTable, Learner
 
 
 class Scripted:
@@ -43,102 +49,114 @@ class Scripted:
     def check_idle(self) -> None: ...
 
 
-def dear(rows: int) -> float:
-    return 1.0 + 0.1 * (rows - 1)
+ROW = 0.1
 
 
-def run(auto: AutoDrafter, until: int, budget: int = 8) -> tuple[list[Proposal], list[int]]:
+def costly(drafter: Scripted, step_s: float) -> Candidate:
+    """Reading a token costs a fortieth of a step."""
+    return Candidate(drafter, StepTimes((1, 41), (step_s, 2.0 * step_s)))
+
+
+def auto_over(*candidates: Candidate, row: float = ROW) -> AutoDrafter:
+    return AutoDrafter(candidates, mild_cost(row), clock=lambda: 0.0)
+
+
+def run(auto: AutoDrafter, until: int, budget: int = 8, step_s: float = 0.0) -> tuple[list[Proposal], list[int]]:
     """Rounds of a target whose token at position i is i, until `until` tokens; proposals, positions."""
     loop = Loop(auto, len)
     view = loop.begin(0, [0])
+    view.params = SamplingParams(max_tokens=None)
     proposals, at = [], []
     while len(view.tokens) < until:
         at.append(len(view.tokens))
-        proposals += loop.round([0], budget)
+        (proposal,) = loop.round([0], budget)
+        proposals.append(proposal)
+        rows, drafting = 1 + len(proposal), step_s * len(proposal) if proposal.drafter != "free" else 0.0
+        whole = 1.0 + ROW * (rows - 1) + drafting
+        auto.settle(RoundFacts(rows, [rows], [at[-1]], [len(view.tokens) - at[-1]], drafting, whole))
     loop.end(0)
     auto.check_idle()
     return proposals, at
 
 
-def rate(proposals: list[Proposal], at: list[int], until: int, token_cost: float) -> float:
+def rate(proposals: list[Proposal], at: list[int], until: int, step_s: float) -> float:
     """Tokens per cost, 1 is plain decoding."""
-    cost = sum(dear(1 + len(p)) + token_cost * len(p) for p in proposals)
+    cost = sum(1.0 + (ROW + step_s) * len(p) for p in proposals)
     return (until - at[0]) / cost
 
 
-@pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.parametrize("shadow", [True, False])
-def test_pl_13_comes_back_after_a_bad_stretch(shadow: bool, fault: bool) -> None:
-    """Acceptance 0.15, then 0.9, then 0.15: the length falls, comes back within 200 rounds, falls again.
-
-    The fault: no trials. A costly drafter is then never seen again; a free one is watched without trials.
-    """
-    chances = [0.15] * 600 + [0.9] * 2400 + [0.15] * 2000
-    token_cost = 0.0 if shadow else 0.15
-    options = AutoOptions(probe_share=0.0) if fault else AutoOptions()
-    auto = AutoDrafter([Candidate(Scripted("x", chances), token_cost, shadow=shadow)], dear, options)
-    proposals, at = run(auto, 4000)
+@pytest.mark.parametrize("step_s", [0.0, 0.15])
+def test_pl_13_comes_back_after_a_bad_stretch(step_s: float) -> None:
+    """Acceptance 0.05, then 0.9, then 0.05: the length falls, comes back within 200 rounds, falls again."""
+    chances = [0.05] * 600 + [0.9] * 2400 + [0.05] * 2000
+    drafter = Scripted("x", chances)
+    auto = auto_over(costly(drafter, step_s) if step_s else Candidate(drafter))
+    proposals, at = run(auto, 4000, step_s=step_s)
 
     def mean_length(low: int, high: int) -> float:
         lengths = [len(p) for p, position in zip(proposals, at, strict=True) if low <= position < high]
         return sum(lengths) / len(lengths)
 
-    assert mean_length(100, 600) < 1.0
-    came_back = mean_length(1000, 3000) > 3.0
-    assert came_back == (shadow or not fault)
-    if came_back:
-        rounds = [i for i, position in enumerate(at) if position >= 600]
-        back = next(i for i in rounds if all(len(p) >= 2 for p in proposals[i : i + 3]))
-        assert back - rounds[0] < 200
-    assert mean_length(3100, 3900) < 1.0
+    assert mean_length(100, 600) < 0.5
+    assert mean_length(1000, 3000) > 3.0
+    rounds = [i for i, position in enumerate(at) if position >= 600]
+    back = next(i for i in rounds if all(len(p) >= 2 for p in proposals[i : i + 3]))
+    assert back - rounds[0] < 200
+    assert mean_length(3100, 3900) < 0.5
 
 
-@pytest.mark.parametrize("shadow", [True, False])
-def test_a_drafter_that_is_always_wrong_costs_little(shadow: bool) -> None:
-    token_cost = 0.0 if shadow else 0.3
-    auto = AutoDrafter([Candidate(Scripted("x", [0.0] * 3000), token_cost, shadow=shadow)], dear)
-    proposals, at = run(auto, 2000)
-    assert rate(proposals[50:], at[50:], 2000, token_cost) > 0.97
-    assert rate(proposals, at, 2000, token_cost) > 0.96
-    assert any(map(len, proposals[1000:])) != shadow, (
-        "the costly one is tried again, the free one need not be"
-    )
+@pytest.mark.parametrize("step_s", [0.0, 0.3])
+def test_a_drafter_that_is_always_wrong_costs_little(step_s: float) -> None:
+    drafter = Scripted("x", [0.0] * 3000)
+    auto = auto_over(costly(drafter, step_s) if step_s else Candidate(drafter))
+    proposals, at = run(auto, 2000, step_s=step_s)
+    assert rate(proposals[50:], at[50:], 2000, step_s) > 0.98
+    assert rate(proposals, at, 2000, step_s) > 0.975
+    assert any(map(len, proposals[1000:])) == (step_s > 0), "the costly one is tried again, the free one need not be"
 
 
 def test_a_drafter_that_is_always_right_is_used_to_the_full() -> None:
-    auto = AutoDrafter([Candidate(Scripted("x", [1.0] * 3000), 0.1)], dear)
-    proposals, _ = run(auto, 2000)
-    assert all(len(p) == 8 for p in proposals[60:-1])
+    auto = auto_over(costly(Scripted("x", [1.0] * 3000), 0.1))
+    proposals, _ = run(auto, 2000, step_s=0.1)
+    lengths = [len(p) for p in proposals[60:-1]]
+    assert set(lengths) <= {0, 8} and lengths.count(0) <= 5, "but for plain rounds taken to measure them"
 
 
 def test_takes_the_better_of_two_and_names_it() -> None:
     good, bad = Scripted("good", [0.8] * 3000), Scripted("bad", [0.3] * 3000)
-    auto = AutoDrafter([Candidate(bad, shadow=True), Candidate(good, shadow=True)], dear)
-    proposals, _ = run(auto, 2000)
+    proposals, _ = run(auto_over(Candidate(bad), Candidate(good)), 2000)
     names = [p.drafter for p in proposals[50:] if len(p)]
     assert names.count("good") > 0.9 * len(names)
 
 
 def test_free_but_poor_or_dear_but_good_is_a_matter_of_price() -> None:
-    for token_cost, winner in ((0.02, "model"), (1.5, "free")):
-        free = Candidate(Scripted("free", [0.5] * 3000, 0.5), shadow=True)
-        auto = AutoDrafter([free, Candidate(Scripted("model", [0.9] * 3000), token_cost)], dear)
-        proposals, _ = run(auto, 2000)
+    for step_s, winner in ((0.02, "model"), (1.5, "free")):
+        free = Candidate(Scripted("free", [0.5] * 3000, 0.5))
+        auto = auto_over(free, costly(Scripted("model", [0.9] * 3000), step_s))
+        proposals, _ = run(auto, 2000, step_s=step_s)
         names = [p.drafter for p in proposals[100:] if len(p)]
-        assert names.count(winner) > 0.8 * len(names), (token_cost, winner)
+        assert names.count(winner) > 0.8 * len(names), (step_s, winner)
 
 
 def test_a_free_drafter_is_learnt_while_it_is_not_used() -> None:
-    """Shadow drafts are scored over several plain rounds, so later positions are known as well."""
-    auto = AutoDrafter(
-        [Candidate(Scripted("x", [0.9] * 3000, 0.5), shadow=True)], lambda rows: float(rows) ** 3
-    )
-    proposals, _ = run(auto, 1500)
-    assert not any(map(len, proposals)), "at this cost nothing pays"
-    (table,) = auto.tables
+    """Its drafts are held against several plain rounds, so later positions are known as well."""
+    auto = auto_over(Candidate(Scripted("x", [0.9] * 3000, 0.5)), row=5.0)
+    loop = Loop(auto, len)
+    loop.begin(0, [0])
+    for _ in range(1500):
+        assert loop.round([0], 8) == [Proposal()], "at this cost nothing pays"
+    loop.end(0)
+    (table,) = auto.controller.tables
     for position in range(6):
         assert abs(table.estimate(position, 0.5) - 0.9) < 0.1, position
     assert AcceptanceTable().estimate(0, 0.5) == pytest.approx(0.5)
+
+
+def test_drafts_made_and_not_verified_are_watched_all_the_same() -> None:
+    """A model that says of its later drafts that they are bad is cut; that they come true is learnt."""
+    auto = auto_over(costly(Scripted("x", [1.0] * 400, 0.05), 0.01))
+    run(auto, 300, step_s=0.01)
+    assert auto.controller.tables[0].estimate(0, 0.05) > 0.5
 
 
 def test_an_overconfident_drafter_is_corrected() -> None:
@@ -153,16 +171,43 @@ def test_a_sequence_departs_from_the_others_within_a_few_rounds() -> None:
     for i in range(400):
         table.record(0, 0.8, i % 10 < 8)
     learner = Learner(table)
-    for _ in range(10):
+    for _ in range(12):
         learner.record(0, 0.8, False)
-    assert learner.survival([0.8])[0] < 0.35
+    assert learner.survival([0.8])[0] < 0.4
     assert Learner(table).survival([0.8])[0] > 0.7
+
+
+def test_temperatures_are_kept_apart_and_start_from_each_other() -> None:
+    table = AcceptanceTable()
+    for _ in range(200):
+        table.record(0, 0.9, True, temperatures=0)
+        table.record(0, 0.9, False, temperatures=3)
+    assert table.estimate(0, 0.9, 0) > 0.9 and table.estimate(0, 0.9, 3) < 0.1
+    assert 0.3 < table.estimate(0, 0.9, 1) < 0.7, "never seen: what is known of all"
+
+
+def test_one_drafter_alone_where_a_request_names_it() -> None:
+    auto = auto_over(Candidate(Scripted("a", [1.0] * 200)), Candidate(Scripted("b", [1.0] * 200)))
+    loop = Loop(auto, len)
+    loop.views[1] = SequenceView(1, [0], 1, SamplingParams())
+    auto.begin(loop.views[1], only="b")
+    names = {p.drafter for _ in range(20) for p in loop.round([1], 8) if len(p)}
+    assert names == {"b"}
+    loop.end(1)
+    auto.check_idle()
+
+
+def test_a_useless_matcher_is_asked_less_where_asking_takes_its_time() -> None:
+    """Asking takes 5 % of a round and nothing it says comes true: it is asked every eighth round in the end."""
+    ticks = iter(range(10**6))
+    drafter = Scripted("x", [0.0] * 3000)
+    auto = AutoDrafter([Candidate(drafter)], mild_cost(ROW), clock=lambda: 0.05 * next(ticks))
+    run(auto, 1000)
+    assert 1000 / 8 <= drafter.asked < 1000 / 5
 
 
 def test_refuses_drafters_it_cannot_tell_apart() -> None:
     with pytest.raises(InvalidParameter, match="different names"):
-        AutoDrafter([Candidate(Scripted("x", [])), Candidate(Scripted("x", []))])
+        auto_over(Candidate(Scripted("x", [])), Candidate(Scripted("x", [])))
     with pytest.raises(InvalidParameter, match="candidates"):
-        AutoDrafter([])
-    with pytest.raises(InvalidParameter, match="probe_share"):
-        AutoOptions(probe_share=1.0)
+        auto_over()

@@ -190,6 +190,7 @@ def speed_line(done: Completion) -> str:
     line = f"{len(done.token_ids)} tokens, {speed:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
     if stats.acceptance_length is not None:
         line += f", AL {stats.acceptance_length:.2f} ({stats.accepted} of {stats.drafted} drafts accepted)"
+        line += f", {abs(stats.saved_s):.1f} s {'saved' if stats.saved_s >= 0 else 'lost'} against plain decoding"
     return line if done.lossless else f"{line}; not exact ({done.verify})"
 
 

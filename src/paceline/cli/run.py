@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(delta.text, end="", flush=True)
     llm.close()
+    for alarm in llm.alarms:
+        say(f"paceline: {alarm}")
     done = stream.output.completions[0]
     if done.error is not None:
         say(f"paceline: {done.error}")
@@ -73,7 +75,7 @@ def result(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "tokens_per_round": stats.tokens_per_round,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        "seconds": {"load": llm.load_s, "prefill": stats.prefill_s, "decode": stats.decode_s},
+        "seconds": {"load": llm.load_s, "prefill": stats.prefill_s, "decode": stats.decode_s, "saved": stats.saved_s},
         "verify": done.verify,
         "lossless_rule": done.lossless,
     }

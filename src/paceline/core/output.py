@@ -31,6 +31,8 @@ class DecodeStats:
     emitted_in_draft_rounds   those of rounds that drafted
     cached_tokens  prompt tokens that were not computed but taken from an earlier sequence of the tenant
     preemptions    times it had to yield its memory and was resumed
+    saved_s        seconds saved against the plain decoding that was not run, at the controller's live cost of a
+                   plain round; below 0 where drafting lost; 0.0 where nothing could be drafted
     """
 
     rounds: int = 0
@@ -43,6 +45,7 @@ class DecodeStats:
     preemptions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    saved_s: float = 0.0
 
     @property
     def acceptance_length(self) -> float | None:

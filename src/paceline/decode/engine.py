@@ -26,13 +26,23 @@ from paceline.core.output import Delta
 from paceline.core.proposal import Proposal
 from paceline.core.records import StepRecord
 from paceline.decode.cache import Transaction
+from paceline.decode.draft.auto import AutoDrafter
 from paceline.decode.draft.base import Drafter, KeepsPrefixes, SequenceView
 from paceline.decode.draft.build import DrafterSet, check_needs, share_target
 from paceline.decode.draft.cut import best_nodes
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
-from paceline.decode.outcome import Outcome, RoundTimes, add_seconds, count_round, emit, score_prompt, write_records
+from paceline.decode.outcome import (
+    Outcome,
+    RoundTimes,
+    add_seconds,
+    count_round,
+    emit,
+    score_prompt,
+    settle,
+    write_records,
+)
 from paceline.decode.queue import Queue
 from paceline.decode.room import new_room
 from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
@@ -42,6 +52,7 @@ from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, RequestTooLarge, UsageError
+from paceline.plan.control.lengths import Load
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -93,13 +104,13 @@ class Engine:
         self.model, self.options = model, options or EngineOptions()
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         if not isinstance(drafters, DrafterSet):
-            drafters = DrafterSet(dict(drafters or {}), {}, "none")
+            drafters = DrafterSet(dict(drafters or {}), "none")
         self.drafters = drafters
         o = self.options
         self._room = new_room(model, o.max_batch, o.max_context, o.prefill_chunk, o.cache_bytes, o.prefix_cache)
         self.cache = self._room.cache
-        check_needs({**drafters.drafters, **drafters.choosers}, self.cache.layers, new_pieces is not None)
-        share_target([*drafters.drafters.values(), *drafters.choosers.values()], model, self.cache)
+        check_needs(drafters.drafters, self.cache.layers, new_pieces is not None)
+        share_target(drafters.drafters.values(), model, self.cache)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
         self._queue = Queue(self._room, o.max_batch, o.max_draft, self._drafter)
         self._waiting, self._running = self._queue.waiting, self._queue.running
@@ -150,7 +161,7 @@ class Engine:
         """Raise AssertionError where cache or drafters hold something no sequence owns."""
         self.cache.check([s.slot for s in self._running if s.slot is not None] + self._room.held_slots)
         if not self._running:
-            for drafter in [*self.drafters.drafters.values(), *self.drafters.choosers.values()]:
+            for drafter in self.drafters.drafters.values():
                 drafter.check_idle()
 
     # -- the round -----------------------------------------------------------------------------------------
@@ -189,6 +200,7 @@ class Engine:
         self._retire()
         times = RoundTimes(began, drafted - began + observed - observing, verified - passed, self._clock())
         add_seconds(batch, outcomes, times)
+        settle(self.drafters.autos, batch, outcomes, times)
         if self._on_record is not None:
             write_records(
                 self._on_record,
@@ -212,10 +224,11 @@ class Engine:
     def _propose(self, batch: Seq[Sequence]) -> list[Proposal]:
         """One proposal per sequence, empty for those in prefill and where no draft fits the room left."""
         decoding = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE and not s.undrafted]
-        if self.drafters.cost is not None:
-            self.drafters.cost.batch = max(len(decoding), 1)
         proposals = [_NOTHING] * len(batch)
-        for drafter, members in self._by_drafter([batch[i] for i in decoding]):
+        groups = self._by_drafter([batch[i] for i in decoding])
+        for drafter, members in sorted(groups, key=lambda group: isinstance(group[0], AutoDrafter)):
+            if isinstance(drafter, AutoDrafter):
+                self._tell_load(drafter, batch, [decoding[m] for m in members], proposals)
             asked = [(decoding[m], self._budget(batch[decoding[m]])) for m in members]
             asked = [(i, budget) for i, budget in asked if budget > 0]
             if not asked:
@@ -228,6 +241,15 @@ class Engine:
                 assert size is None or len(proposal) <= size, f"{drafter.name}: {len(proposal)} nodes of {size}"
                 proposals[i] = best_nodes(proposal, self._free_rows(batch[i]) - 1)
         return proposals
+
+    def _tell_load(
+        self, auto: AutoDrafter, batch: Seq[Sequence], own: Seq[int], proposals: Seq[Proposal]
+    ) -> None:
+        """What decodes beside the sequences whose lengths are to be chosen, after its drafts are known."""
+        others = [i for i, s in enumerate(batch) if s.phase is Phase.DECODE and i not in own]
+        rows = sum(1 + len(proposals[i]) for i in others)
+        auto.load = Load(rows, float(len(others)))
+        auto.others = [len(batch[i].tokens) for i in others]
 
     def _free_rows(self, sequence: Sequence) -> int:
         """Rows a pass may write for this sequence; a tree can have more nodes than the cache has room for."""
@@ -347,10 +369,10 @@ class Engine:
     # -- drafters and endings ------------------------------------------------------------------------
 
     def _drafter(self, sequence: Sequence) -> Drafter | None:
-        settings = sequence.request.draft
-        if settings.draft_length is None and settings.drafter in self.drafters.choosers:
-            return self.drafters.choosers[settings.drafter]
-        return self.drafters.drafters.get(settings.drafter)
+        settings, auto = sequence.request.draft, self.drafters.auto
+        named = self.drafters.drafters.get(settings.drafter)
+        chosen_for = settings.draft_length is None and named is not None and not isinstance(named, AutoDrafter)
+        return auto if chosen_for and auto is not None else named
 
     def _by_drafter(self, batch: Seq[Sequence]) -> list[tuple[Drafter, list[int]]]:
         """The drafters in use and, for each, the places of its sequences in `batch`."""

@@ -27,6 +27,7 @@ from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, ch
 from paceline.decode.verify.leniency import Leniency, check_leniency
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
+from paceline.plan.control.records import DraftAlarm
 
 __all__ = ["LLM", "Prompt", "TokenStream", "pick_dtype"]
 
@@ -185,6 +186,16 @@ class LLM:
         settings = draft or self.defaults
         request = self._request(cast(Prompt, prompt), params or SamplingParams(), settings, tenant)
         return TokenStream(self._post, request)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of the machine saved so far against plain decoding that was not run; below 0 where drafting lost."""
+        return self.draft_set.auto.controller.ledger.saved_s if self.draft_set.auto is not None else 0.0
+
+    @property
+    def alarms(self) -> list[DraftAlarm]:
+        """Drafters that turned out to be of no use here, each once."""
+        return list(self.draft_set.auto.controller.ledger.alarms) if self.draft_set.auto is not None else []
 
     def close(self) -> None:
         """Write out the trace."""

@@ -12,12 +12,14 @@ from torch import Tensor
 from paceline.core.output import Delta, TokenLogprob
 from paceline.core.proposal import Proposal, Verdict
 from paceline.core.records import StepRecord
+from paceline.decode.draft.auto import AutoDrafter
 from paceline.decode.sequence import Sequence
 from paceline.decode.verify.logprobs import token_logprobs
 from paceline.decode.verify.rules import RULES
 from paceline.errors import RequestFailed
+from paceline.plan.control.records import RoundFacts
 
-__all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "score_prompt", "write_records"]
+__all__ = ["Outcome", "RoundTimes", "add_seconds", "count_round", "emit", "score_prompt", "settle", "write_records"]
 
 
 @dataclass(slots=True)
@@ -138,6 +140,30 @@ def add_seconds(batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes)
             sequence.stats.prefill_s += times.whole
         else:
             sequence.stats.decode_s += times.whole
+
+
+def settle(autos: Seq[AutoDrafter], batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes) -> None:
+    """Tell the controllers what the round cost and brought; the first says what it saved each sequence."""
+    if not autos:
+        return
+    decoding = [i for i, outcome in enumerate(outcomes) if not outcome.prefill]
+    facts = RoundFacts(
+        rows=sum(1 + len(outcomes[i].proposal) for i in decoding),
+        queries=[1 + len(outcomes[i].proposal) for i in decoding],
+        contexts=[outcomes[i].context for i in decoding],
+        emitted=[outcomes[i].emitted for i in decoding],
+        draft_s=times.draft,
+        whole_s=times.whole,
+        prefill=len(decoding) < len(batch),
+    )
+    for i in decoding:
+        request, proposal = batch[i].request, outcomes[i].proposal
+        if request.draft.draft_length is not None and len(proposal) and proposal.is_chain:
+            for auto in autos:
+                auto.saw_fixed(proposal.drafter, request.params.temperature, len(proposal), outcomes[i].accepted)
+    saved = [auto.settle(facts) for auto in autos]
+    for i, seconds in zip(decoding, saved[0], strict=True):
+        batch[i].stats.saved_s += seconds
 
 
 def write_records(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.decode.draft.base import Drafter
+from paceline.decode.draft.build import begin
 from paceline.decode.room import Room
 from paceline.decode.sequence import Phase, Sequence
 
@@ -47,7 +48,7 @@ class Queue:
             self.running.append(sequence)
             sequence.start(shared)
             if drafter is not None:
-                drafter.begin(sequence.view)
+                begin(drafter, sequence.view, sequence.request.draft.drafter)
 
     def make_room(self) -> None:
         """Blocks for the next rows of every running sequence, the oldest first; the youngest yield."""

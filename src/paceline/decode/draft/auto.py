@@ -1,132 +1,103 @@
-"""The best drafter for each sequence in each round, or none.
+"""`auto`: the controller's hands. It asks drafters, does what `plan.control` chooses, and tells it what came of it.
 
-Every round, for every sequence, each candidate's acceptance is estimated by position; `choose_length` gives
-its best length and the rate there, expected tokens per cost; the best rate drafts. Where no candidate beats
-plain decoding, nothing is drafted.
+To the engine it is a drafter over whole batches: `propose` asks the free candidates (string matchers), lets the
+controller choose for all sequences at once, runs the costly ones that were chosen, and hands over the nodes worth
+verifying. A sequence begun with `only` has that one candidate. What free candidates would have said is held
+against what is committed over as many rounds as it takes, chosen or not; so are drafts that were made and not
+verified. Where asking brings nothing for a while, a free candidate is asked less often, so that it takes no more
+than `ask_share` of a round.
 
-What is learnt, and when: candidates marked `shadow` (string matchers: nearly free) are asked in every round,
-and what they would have said is held against what was committed, over as many rounds as it takes, chosen or
-not. A costly candidate shows itself only when it drafts; so that a bad stretch is not for ever, it is tried
-again, and tried longer than what pays, whenever the loss to be feared fits into `probe_share` of what the
-sequence has cost. A trial that is accepted loses nothing and so is soon repeated.
+Exactness: draft length and drafter depend on all that was seen, drafts included, where the acceptance rule lets
+them (`Rule.length_may_see_drafts`). Elsewhere sampled drafts are verified whole: a costly drafter may stop behind
+what it has drafted, and is neither cut nor chosen because of it.
 
-Exactness: draft length and drafter depend on drafted tokens (through their confidence) and on all that was
-seen. Under `coupled` and greedy verification that cannot bias the output. Under `rejection` and `block` it is
-allowed only for one-hot proposals whose length depends on committed tokens, which holds for the model-free
-candidates; what a costly candidate has drafted is then verified whole (`Rule.length_may_see_drafts`).
-
-State moves in `observe` alone; `propose` leaves a note of what it handed over, for `observe` to score.
+State moves in `observe` and `settle` alone; `propose` leaves a note of what it handed over, for them to score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.draft.base import Drafter, Needs, SequenceView, SharesTarget
-from paceline.decode.draft.cut import cut
-from paceline.decode.draft.learn import AcceptanceTable, Learner
-from paceline.errors import InvalidParameter
-from paceline.plan.marginal import choose_length, expected_tokens
+from paceline.decode.draft.cut import keep_nodes
+from paceline.plan.control.controller import Controller
+from paceline.plan.control.cost import LiveCost, StepTimes
+from paceline.plan.control.lengths import Load
+from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Offer, RoundFacts
 
 if TYPE_CHECKING:
     from paceline.decode.cache import KVCache
     from paceline.decode.model.base import TargetModel
 
-__all__ = ["AutoDrafter", "AutoOptions", "Candidate", "mild_cost"]
+__all__ = ["AutoDrafter", "Candidate", "mild_cost"]
 
-
-_MOST_CREDIT = 4.0  # plain passes; bounds how many trials can fail in a row after a long quiet stretch
+_NOTHING = Proposal()
+_ASK_ROUNDS = 16  # rounds after its last hit in which a free candidate is asked every time
+_LONGEST_PAUSE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter and its price, in plain target passes (one row of one sequence = 1).
-
-    token_cost   of each drafted token
-    round_cost   of each round in which it drafts
-    shadow       it costs next to nothing to ask: ask it every round and learn from every round
-    """
+    """A drafter and what its steps cost: `DrafterFacts.steps`; None for what is asked first, being nearly free."""
 
     drafter: Drafter
-    token_cost: float = 0.0
-    round_cost: float = 0.0
-    shadow: bool = False
+    steps: StepTimes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoOptions:
-    """min_gain      drafting must promise this share more tokens per cost than plain decoding, >= 0
-    probe_share   what trials of costly candidates may lose, as a share of the sequence's cost, in [0, 1)
-    probe_length  the shortest trial, tokens, >= 1
-    """
-
-    min_gain: float = 0.02
-    probe_share: float = 0.02
-    probe_length: int = 4
-
-    def __post_init__(self) -> None:
-        if self.min_gain < 0.0:
-            raise InvalidParameter("min_gain", self.min_gain, "a number from 0")
-        if not 0.0 <= self.probe_share < 1.0:
-            raise InvalidParameter("probe_share", self.probe_share, "a number from 0 to below 1")
-        if self.probe_length < 1:
-            raise InvalidParameter("probe_length", self.probe_length, "a whole number from 1")
-
-
-def mild_cost(rows: int) -> float:
-    """5 % of a pass for each further row: a target bound by reading its weights. Inject what is measured."""
-    return 1.0 + 0.05 * (rows - 1)
+def mild_cost(row: float = 0.05, block: int = 1) -> LiveCost:
+    """A pass of one row is 1, each further row costs `row`: a target bound by reading its weights."""
+    return LiveCost(StepTimes((1, 2), (1.0, 1.0 + row)), block)
 
 
 @dataclass(slots=True)
-class _Track:
-    """What is known of one candidate in one sequence."""
+class _Watch:
+    """Drafts being held against what is committed."""
 
-    learner: Learner
-    pending: Proposal = field(default_factory=Proposal)  # drafts being held against what is committed
-    matched: int = 0  # of `pending`
-    credit: float = 0.0  # loss its next trial may risk, plain passes
-    waiting: int = 0  # rounds since it last drafted
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Who drafts how far. Of a trial, `risk` is the loss in plain passes if its drafts beyond the first
-    `usual` are rejected; None where it is no trial."""
-
-    candidate: int | None = None
-    length: int = 0
-    risk: float | None = None
-    usual: int = 0
+    proposal: Proposal = _NOTHING
+    at: int | None = None  # the last node that came true
+    depth: int = 0
+    hit: int = 0  # round of the sequence in which a draft last came true
+    done: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Note:
-    """What `propose` saw and handed over."""
+    """What `propose` saw and handed over: offers by candidate, drafted for verification or not."""
 
-    seen: int
-    budget: int
-    previews: Mapping[int | None, Proposal]
-    choice: _Choice
-    handed: Proposal
+    choice: Choice
+    offers: dict[int, Proposal]
+    handed: Proposal = _NOTHING
 
 
 @dataclass(slots=True)
 class _State:
-    tracks: list[_Track]
+    """`known` are the tokens a costly candidate has read, `asks` the rounds in which the sequence was asked for."""
+
+    watches: list[_Watch]
+    known: list[int]
+    allowed: Seq[int]
     seen: int
+    asks: int = 0
     note: _Note | None = None
+
+
+@dataclass(slots=True)
+class _Last:
+    """The last answer, for a question asked twice."""
+
+    question: tuple[tuple[int, int, int], ...] = ()
+    answer: list[Proposal] = field(default_factory=list)
 
 
 class AutoDrafter:
     """See the module's docstring.
 
-    cost(rows)   relative cost of a target pass over `rows` rows of one sequence, cost(1) = 1; may change from
-                 round to round (load, measurements)
+    load, others   what else decodes in the next round, and in which contexts; the engine sets them
     """
 
     name = "auto"
@@ -134,183 +105,209 @@ class AutoDrafter:
     def __init__(
         self,
         candidates: Seq[Candidate],
-        cost: Callable[[int], float] = mild_cost,
-        options: AutoOptions | None = None,
+        cost: LiveCost | None = None,
+        options: ControlOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        names = [candidate.drafter.name for candidate in candidates]
-        if not names or len(set(names)) < len(names):
-            raise InvalidParameter("candidates", names, "one or more drafters of different names")
-        self.candidates, self.cost, self.options = tuple(candidates), cost, options or AutoOptions()
-        wanted = [candidate.drafter.needs for candidate in candidates]
+        facts = [DrafterFacts(c.drafter.name, c.steps) for c in candidates]
+        self.controller = Controller(facts, cost or mild_cost(), options)
+        self.drafters = [c.drafter for c in candidates]
+        self.load, self.others = Load(), []  # type: tuple[Load, list[int]]
+        wanted = [drafter.needs for drafter in self.drafters]
         self.needs = Needs(
             hidden_layers=tuple(sorted({layer for needs in wanted for layer in needs.hidden_layers})),
             own_kv=any(needs.own_kv for needs in wanted),
             tokenizer=any(needs.tokenizer for needs in wanted),
             shares_target=any(needs.shares_target for needs in wanted),
         )
-        self.tables = [AcceptanceTable() for _ in candidates]
+        self._clock = clock
         self._states: dict[int, _State] = {}
+        self._last = _Last()
+        self._ask_s = [0.0] * len(candidates)  # running average of asking one sequence
+        self._round_s = 0.0
 
     def share_target(self, model: TargetModel, cache: KVCache) -> None:
-        for candidate in self.candidates:
-            if candidate.drafter.needs.shares_target:
-                assert isinstance(candidate.drafter, SharesTarget)
-                candidate.drafter.share_target(model, cache)
+        for drafter in self.drafters:
+            if drafter.needs.shares_target:
+                assert isinstance(drafter, SharesTarget)
+                drafter.share_target(model, cache)
 
-    def begin(self, view: SequenceView) -> None:
+    def begin(self, view: SequenceView, only: str | None = None) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"
-        self._states[view.key] = _State([_Track(Learner(table)) for table in self.tables], len(view.tokens))
-        for candidate in self.candidates:
-            candidate.drafter.begin(view)
-
-    def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
-        states = [self._states[view.key] for view in views]
-        previews = self._previews(views, budgets, states)
-        choices = [
-            self._choose(state, seen, budget)
-            for state, seen, budget in zip(states, previews, budgets, strict=True)
-        ]
-        handed = [
-            cut(seen.get(choice.candidate, Proposal()), choice.length)
-            for seen, choice in zip(previews, choices, strict=True)
-        ]
-        for index, candidate in enumerate(self.candidates):
-            asked = [i for i, choice in enumerate(choices) if choice.candidate == index]
-            if asked and not candidate.shadow:
-                lengths = [choices[i].length for i in asked]
-                proposals = candidate.drafter.propose([views[i] for i in asked], lengths)
-                for i, proposal in zip(asked, proposals, strict=True):
-                    previews[i] = {**previews[i], index: proposal}  # learn from all of it, cut or not
-                    if views[i].rule.length_may_see_drafts:
-                        proposal = self._refine(states[i].tracks[index], proposal, choices[i])
-                    handed[i] = proposal
-        for i, state in enumerate(states):
-            state.note = _Note(state.seen, budgets[i], previews[i], choices[i], handed[i])
-        return handed
-
-    def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None:
-        drafted: list[int | None] = []
-        for view in views:
-            state = self._states[view.key]
-            drafted.append(state.note.choice.candidate if state.note is not None else None)
-            committed = view.tokens[state.seen :]
-            if committed:
-                self._learn(state, committed)
-                state.seen = len(view.tokens)
-        for index, candidate in enumerate(self.candidates):
-            own = [v if d == index else None for v, d in zip(verdicts, drafted, strict=True)]
-            candidate.drafter.observe(views, own)
+        count = len(self.drafters)
+        allowed = [i for i, d in enumerate(self.drafters) if only is None or d.name == only]
+        assert allowed, f"{only} is no candidate of auto"
+        self._states[view.key] = _State([_Watch() for _ in range(count)], [0] * count, allowed, len(view.tokens))
+        self.controller.begin(view.key, view.params.temperature)
+        for index in allowed:
+            self.drafters[index].begin(view)
 
     def end(self, view: SequenceView) -> None:
-        del self._states[view.key]
-        for candidate in self.candidates:
-            candidate.drafter.end(view)
+        state = self._states.pop(view.key)
+        self.controller.end(view.key)
+        for index in state.allowed:
+            self.drafters[index].end(view)
 
     def check_idle(self) -> None:
         assert not self._states, f"auto holds estimates for sequences {sorted(self._states)}"
-        for candidate in self.candidates:
-            candidate.drafter.check_idle()
+        assert not self.controller.held, f"the controller holds sequences {self.controller.held}"
+        for drafter in self.drafters:
+            drafter.check_idle()
 
-    def _previews(
-        self, views: Seq[SequenceView], budgets: Seq[int], states: Seq[_State]
-    ) -> list[Mapping[int | None, Proposal]]:
-        """What the shadow candidates propose for each view; asked once a round."""
-        previews: list[Mapping[int | None, Proposal]] = []
-        for view, budget, state in zip(views, budgets, states, strict=True):
-            note = state.note
-            if note is not None and (note.seen, note.budget) == (state.seen, budget):
-                previews.append(note.previews)
+    # -- proposing -----------------------------------------------------------------------------------------
+
+    def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
+        question = tuple((v.key, len(v.tokens), b) for v, b in zip(views, budgets, strict=True))
+        if question == self._last.question:
+            return list(self._last.answer)
+        states = [self._states[view.key] for view in views]
+        previews = [self._previews(*each) for each in zip(views, budgets, states, strict=True)]
+        asks = [self._ask(*each) for each in zip(views, budgets, states, previews, strict=True)]
+        choices = self.controller.choose(asks, self.load, self.others)
+        for state, choice, offers in zip(states, choices, previews, strict=True):
+            state.note = _Note(choice, offers)
+            if choice.drafter in offers:
+                state.note.handed = keep_nodes(offers[choice.drafter], choice.nodes)
+        for index, facts in enumerate(self.controller.drafters):
+            chosen = [i for i, choice in enumerate(choices) if choice.drafter == index and not facts.free]
+            if chosen:
+                self._draft(index, [views[i] for i in chosen], [asks[i] for i in chosen])
+        self._last = _Last(question, [state.note.handed for state in states if state.note is not None])
+        return list(self._last.answer)
+
+    def _previews(self, view: SequenceView, budget: int, state: _State) -> dict[int, Proposal]:
+        """What the free candidates propose; those that are to be spared this round are left out."""
+        previews: dict[int, Proposal] = {}
+        for index in state.allowed:
+            if budget <= 0 or not self.controller.drafters[index].free or not self._is_due(state, index):
                 continue
-            shadows = [i for i, candidate in enumerate(self.candidates) if candidate.shadow and budget > 0]
-            previews.append({i: self.candidates[i].drafter.propose([view], [budget])[0] for i in shadows})
+            began = self._clock()
+            previews[index] = self.drafters[index].propose([view], [budget])[0]
+            self._ask_s[index] += 0.05 * (self._clock() - began - self._ask_s[index])
         return previews
 
-    def _choose(self, state: _State, previews: Mapping[int | None, Proposal], budget: int) -> _Choice:
-        best, best_rate, best_tokens = _Choice(), (1.0 + self.options.min_gain) / self.cost(1), 1.0
-        for index, track in enumerate(state.tracks):
-            survival = track.learner.survival(self._confidence(index, previews, budget))
-            cost = self._round_cost(index)
-            length = choose_length(survival, cost, self.options.min_gain)
-            tokens = expected_tokens(survival, length)
-            if length > 0 and tokens / cost(length) > best_rate:
-                best, best_rate, best_tokens = _Choice(index, length), tokens / cost(length), tokens
-        return self._trial(state, best, best_tokens, budget) or best
+    def _is_due(self, state: _State, index: int) -> bool:
+        since = state.asks - state.watches[index].hit
+        if since < _ASK_ROUNDS or self._round_s <= 0.0:
+            return True
+        share = self._ask_s[index] * len(self._states) / self._round_s
+        return since % min(max(int(share / self.controller.options.ask_share), 1), _LONGEST_PAUSE) == 0
 
-    def _confidence(
-        self, index: int, previews: Mapping[int | None, Proposal], budget: int
-    ) -> Seq[float | None]:
-        if not self.candidates[index].shadow:
-            return [None] * max(budget, 0)
-        proposal = previews.get(index, Proposal())
-        assert proposal.is_chain, f"{proposal.drafter} proposed a tree; auto chooses lengths of chains"
-        return proposal.confidence or [None] * len(proposal)
+    def _ask(self, view: SequenceView, budget: int, state: _State, previews: dict[int, Proposal]) -> Ask:
+        offers = {i: _offer(proposal) for i, proposal in previews.items() if len(proposal)}
+        costly = [i for i in state.allowed if not self.controller.drafters[i].free] if budget > 0 else []
+        missing = {i: len(view.tokens) - state.known[i] for i in costly}
+        may_cut = view.rule.length_may_see_drafts or view.params.greedy
+        room = view.params.max_tokens
+        left = 1 << 30 if room is None else room - (len(view.tokens) - view.prompt_len)
+        return Ask(view.key, len(view.tokens), budget, left, offers, missing, may_cut)
 
-    def _round_cost(self, index: int) -> Callable[[int], float]:
-        """Draft length -> cost of the round with this candidate."""
-        candidate = self.candidates[index]
+    def _draft(self, index: int, views: Seq[SequenceView], asks: Seq[Ask]) -> None:
+        """Run a costly candidate for the sequences it was chosen for, and cut what it says to what is worth it."""
+        notes = [self._note(view) for view in views]
+        for view, note in zip(views, notes, strict=True):
+            if note.choice.risk_s is None:
+                view.more = self._worth_going_on(view.key, note.choice)
+        began = self._clock()
+        made = self.drafters[index].propose(views, [len(note.choice.nodes) for note in notes])
+        took = self._clock() - began
+        self.controller.drafted(index, [len(p) for p in made], sum(ask.missing[index] for ask in asks), took)
+        refined = []
+        for view, ask, note, proposal in zip(views, asks, notes, made, strict=True):
+            view.more = None
+            note.offers = {**note.offers, index: proposal}
+            note.handed = proposal
+            if len(proposal) and ask.may_cut and note.choice.risk_s is None and proposal.confidence is not None:
+                refined.append((ask, index, _offer(proposal)))
+        if refined:
+            kept = self.controller.refine(refined, self.load)
+            handed = dict(zip((ask.key for ask, _, _ in refined), kept, strict=True))
+            for view, note in zip(views, notes, strict=True):
+                if view.key in handed:
+                    note.handed = keep_nodes(note.offers[index], handed[view.key])
 
-        def cost(length: int) -> float:
-            drafting = candidate.round_cost + candidate.token_cost * length if length else 0.0
-            return self.cost(1 + length) + drafting
+    def _worth_going_on(self, key: int, choice: Choice) -> Callable[[Seq[float]], bool]:
+        return lambda confidence: self.controller.worth_going_on(key, choice, confidence)
 
-        return cost
+    def _note(self, view: SequenceView) -> _Note:
+        note = self._states[view.key].note
+        assert note is not None
+        return note
 
-    def _trial(self, state: _State, best: _Choice, best_tokens: float, budget: int) -> _Choice | None:
-        """A costly candidate's draft that is not expected to pay, where its credit covers the loss."""
-        trials = []
-        for index, track in enumerate(state.tracks):
-            usual = best.length if best.candidate == index else 0
-            length = min(budget, max(self.options.probe_length, 2 * usual))
-            if self.candidates[index].shadow or length <= usual:
-                continue
-            extra = (self._round_cost(index)(length) - self._cost_of(best)) / self.cost(1)
-            risk = max(0.0, extra if usual else extra + best_tokens - 1.0)
-            if risk <= track.credit:
-                trials.append((track.waiting, index, _Choice(index, length, risk, usual)))
-        return max(trials)[2] if trials else None
+    # -- learning ------------------------------------------------------------------------------------------
 
-    def _cost_of(self, choice: _Choice) -> float:
-        return self.cost(1) if choice.candidate is None else self._round_cost(choice.candidate)(choice.length)
+    def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None:
+        self._last = _Last()
+        drafted: list[int | None] = []
+        for view in views:
+            state = self._states[view.key]
+            drafted.append(None if state.note is None else state.note.choice.drafter)
+            committed = view.tokens[state.seen :]
+            if committed:
+                self._learn(view.key, state, committed)
+                state.seen = len(view.tokens)
+        for index, drafter in enumerate(self.drafters):
+            own = [i for i, view in enumerate(views) if index in self._states[view.key].allowed]
+            if own:
+                drafter.observe([views[i] for i in own], [verdicts[i] if drafted[i] == index else None for i in own])
 
-    def _refine(self, track: _Track, proposal: Proposal, choice: _Choice) -> Proposal:
-        """The drafts are paid for; verify as many as their confidence is worth."""
-        if choice.risk is not None or proposal.confidence is None:
-            return proposal
-        survival = track.learner.survival(proposal.confidence)
-        return cut(proposal, choose_length(survival, lambda length: self.cost(1 + length)))
+    def settle(self, facts: RoundFacts) -> list[float]:
+        """Tell the controller what a round cost; the seconds it saved each sequence."""
+        self._round_s += (0.05 if self._round_s else 1.0) * (facts.whole_s - self._round_s)
+        return self.controller.settle(facts)
 
-    def _learn(self, state: _State, committed: list[int]) -> None:
+    def saw_fixed(self, name: str, temperature: float, proposed: int, accepted: int) -> None:
+        """A request that fixes its length drafted with the candidate `name`: so much is known of it at least."""
+        for index, drafter in enumerate(self.drafters):
+            if drafter.name == name:
+                self.controller.learn_fixed(index, temperature, proposed, accepted)
+
+    def _learn(self, key: int, state: _State, committed: list[int]) -> None:
         note, state.note = state.note, None
-        for index, track in enumerate(state.tracks):
-            if note is not None and track.matched == len(track.pending):
-                handed = note.handed if note.choice.candidate == index else Proposal()
-                track.pending, track.matched = note.previews.get(index, handed), 0
-                if note.choice.candidate == index and not track.pending:
-                    track.learner.record(0, None, False)  # chosen and silent: it cannot draft here
-            _hold_against(track, committed)
-            if not self.candidates[index].shadow:
-                self._pay(index, track, note, len(committed))
+        if note is not None:
+            state.asks += 1
+            self._read(state, note, committed)
+            for index, proposal in note.offers.items():
+                if state.watches[index].done:
+                    hit = state.watches[index].hit
+                    state.watches[index] = _Watch(proposal, hit=hit, done=not len(proposal))
+            silent = note.choice.drafter
+            if silent is not None and silent in note.offers and not len(note.offers[silent]):
+                self.controller.learn(key, silent, 0, None, False)  # chosen and silent: it cannot draft here
+        for index in state.allowed:
+            if not state.watches[index].done:
+                self._hold_against(key, index, state, committed)
+        self.controller.committed(key, Choice() if note is None else note.choice, len(committed))
 
-    def _pay(self, index: int, track: _Track, note: _Note | None, emitted: int) -> None:
-        """Moves the credit for trials: income from every round, loss from a trial that did not pay."""
-        choice = note.choice if note is not None else _Choice()
-        track.waiting = 0 if choice.candidate == index else track.waiting + 1
-        income = self.options.probe_share * self._cost_of(choice) / self.cost(1)
-        track.credit = min(_MOST_CREDIT, track.credit + income)
-        if choice.candidate == index and choice.risk is not None:
-            gained = max(0, emitted - 1 - choice.usual)
-            track.credit -= max(0.0, choice.risk - gained)
-
-
-def _hold_against(track: _Track, committed: list[int]) -> None:
-    """Scores the pending drafts against the committed tokens; a miss, or their end, ends them."""
-    for token in committed:
-        if track.matched == len(track.pending):
+    def _read(self, state: _State, note: _Note, committed: list[int]) -> None:
+        """A costly candidate that drafted has read all that was committed before, and its drafts but the last."""
+        index = note.choice.drafter
+        if index is None or self.controller.drafters[index].free or not len(note.offers[index]):
             return
-        position, stated = track.matched, track.pending.confidence
-        hit = track.pending.tokens[position] == token
-        track.learner.record(position, None if stated is None else stated[position], hit)
-        if not hit:
-            track.pending, track.matched = Proposal(), 0
-            return
-        track.matched += 1
+        drafts = note.offers[index].tokens[:-1]
+        right = 0
+        while right < min(len(drafts), len(committed)) and drafts[right] == committed[right]:
+            right += 1
+        state.known[index] = state.seen + right
+
+    def _hold_against(self, key: int, index: int, state: _State, committed: list[int]) -> None:
+        """Score the watched drafts; a miss, or their end, ends them."""
+        watch, learn = state.watches[index], self.controller.learn
+        stated = watch.proposal.confidence
+        for token in committed:
+            children = [i for i, parent in enumerate(watch.proposal.parents) if parent == watch.at]
+            found = next((i for i in children if watch.proposal.tokens[i] == token), None)
+            for i in children:
+                learn(key, index, watch.depth, None if stated is None else stated[i], i == found)
+            if found is None:
+                watch.done = True
+                return
+            watch.at, watch.depth, watch.hit = found, watch.depth + 1, state.asks
+            if found not in watch.proposal.parents:
+                watch.done = True
+                return
+
+
+def _offer(proposal: Proposal) -> Offer:
+    confidence: Seq[float | None] = proposal.confidence or [None] * len(proposal)
+    return Offer(confidence, None if proposal.is_chain else proposal.parents)

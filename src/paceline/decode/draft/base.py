@@ -22,6 +22,7 @@ A new drafter needs its file, a line in `registry.py` and its page in the docs; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -69,6 +70,7 @@ class SequenceView:
     verify     name of the acceptance rule: how drafts are drawn and what a length may depend on (`rule`)
     prefix     the committed prefix as sampling options see it (`verify/prefix.py`), for drafters that draw
     tree_size  draft tokens of a proposal in all, where it may branch; None asks for a chain
+    more       where set: asked after each draft with the confidences so far, whether to draft on
     hidden     layer -> [len(tokens) - 1, width] hidden states, for declared `needs.hidden_layers`
     slot       of the sequence in the target's cache while it runs, for drafters that share it
     limit      tokens it may grow to; 0 where nothing is said
@@ -83,6 +85,7 @@ class SequenceView:
     tenant: str = ""
     prefix: Any = None
     tree_size: int | None = None
+    more: Callable[[Seq[float]], bool] | None = None
     hidden: dict[int, Any] = field(default_factory=dict)
     slot: int | None = None
     limit: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.decode.cache import KVCache
 from paceline.decode.draft.auto import AutoDrafter, Candidate
-from paceline.decode.draft.base import Drafter, SharesTarget
+from paceline.decode.draft.base import Drafter, SequenceView, SharesTarget
 from paceline.decode.draft.layer_skip import EarlyExit, LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
 from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
@@ -15,24 +15,36 @@ from paceline.decode.draft.translate import TranslatingDrafter
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.checkpoint import Checkpoint
 from paceline.decode.model.overlap import Translation
-from paceline.decode.pass_cost import PassCost, time_passes
+from paceline.decode.pass_cost import live_cost, time_passes
 from paceline.errors import UsageError
 
-__all__ = ["DraftModel", "DrafterSet", "build_drafters", "check_needs", "parse_drafts", "share_target"]
+__all__ = ["DraftModel", "DrafterSet", "begin", "build_drafters", "check_needs", "parse_drafts", "share_target"]
 
 
 @dataclass(slots=True)
 class DrafterSet:
     """drafters   by name, for requests that fix their draft length
-    choosers   the same names, each with its draft length chosen round by round; `auto` is only here and there
     default    the name requests use that ask for nothing
-    cost       what the choosers weigh by; None where nothing chooses
+    auto       the controller's hands, over those drafters; None where every request fixes its draft length
     """
 
     drafters: dict[str, Drafter]
-    choosers: dict[str, Drafter]
     default: str
-    cost: PassCost | None = None
+    auto: AutoDrafter | None = None
+
+    @property
+    def autos(self) -> list[AutoDrafter]:
+        """`auto`, and others like it under names of their own."""
+        others = [d for d in self.drafters.values() if isinstance(d, AutoDrafter) and d is not self.auto]
+        return others if self.auto is None else [self.auto, *others]
+
+
+def begin(drafter: Drafter, view: SequenceView, asked: str) -> None:
+    """Begin a sequence whose request asked for the drafter `asked`: where lengths are chosen, for it alone."""
+    if isinstance(drafter, AutoDrafter) and any(d.name == asked for d in drafter.drafters):
+        drafter.begin(view, only=asked)
+    else:
+        drafter.begin(view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +112,13 @@ def build_drafters(
             models[str(spec)] = draft.model
             drafters[str(spec)] = _model_drafter(draft, str(spec), max_batch, stop_ids, keep)
     if [spec.kind for spec in specs] == ["none"]:
-        return DrafterSet(drafters, {}, "none")
-    cost = time_passes(target, min(max_batch * (1 + max_draft), target.max_positions))
-    candidates = {name: _candidate(d, models.get(name), cost) for name, d in drafters.items()}
-    choosers: dict[str, Drafter] = {name: AutoDrafter([c], cost) for name, c in candidates.items()}
-    auto = AutoDrafter(list(candidates.values()), cost)
-    drafters["auto"] = choosers["auto"] = auto
+        return DrafterSet(drafters, "none")
+    candidates = [_candidate(d, models.get(name), max_batch) for name, d in drafters.items()]
+    auto = AutoDrafter(candidates, live_cost(target, max_batch, max_draft))
+    drafters["auto"] = auto
     kinds = [spec for spec in specs if spec.kind != "auto"]
     alone = len(specs) == 1 and len(kinds) == 1
-    return DrafterSet(drafters, choosers, str(kinds[0]) if alone else "auto", cost)
+    return DrafterSet(drafters, str(kinds[0]) if alone else "auto", auto)
 
 
 def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset[int], keep: bool) -> Drafter:
@@ -121,8 +131,5 @@ def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset
     return ModelDrafter(model, name=name, max_positions=positions, slots=slots, stop_ids=ends, keep=keep)
 
 
-def _candidate(drafter: Drafter, model: TargetModel | None, cost: PassCost) -> Candidate:
-    if model is None:
-        return Candidate(drafter, shadow=True)
-    step = time_passes(model, 1).seconds(1)
-    return Candidate(drafter, token_cost=step / cost.seconds(1), round_cost=0.0)
+def _candidate(drafter: Drafter, model: TargetModel | None, max_batch: int) -> Candidate:
+    return Candidate(drafter, None if model is None else time_passes(model, max(32, max_batch)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from paceline.core.proposal import Dense, Distribution, OneHot, Proposal, Sparse
 
-__all__ = ["best_nodes", "cut"]
+__all__ = ["best_nodes", "cut", "keep_nodes"]
 
 
 def cut(proposal: Proposal, length: int) -> Proposal:
@@ -13,7 +15,7 @@ def cut(proposal: Proposal, length: int) -> Proposal:
     Safe under `coupled` and greedy verification whatever the length depends on; under `rejection` and `block`
     the length must not depend on the drafted tokens.
     """
-    return _keep(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
+    return keep_nodes(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
 
 
 def best_nodes(proposal: Proposal, size: int) -> Proposal:
@@ -30,10 +32,11 @@ def best_nodes(proposal: Proposal, size: int) -> Proposal:
     for parent, own in zip(proposal.parents, proposal.confidence or [1.0] * len(proposal), strict=True):
         survival.append(own if parent is None else min(own, 1.0) * survival[parent])
     ranked = sorted(range(len(proposal)), key=lambda node: -survival[node])
-    return _keep(proposal, sorted(ranked[: max(size, 0)]))
+    return keep_nodes(proposal, sorted(ranked[: max(size, 0)]))
 
 
-def _keep(proposal: Proposal, kept: list[int]) -> Proposal:
+def keep_nodes(proposal: Proposal, kept: Seq[int]) -> Proposal:
+    """The nodes `kept`, rising, each with its parent: what the controller picked."""
     if len(kept) == len(proposal):
         return proposal
     if not kept:
@@ -50,11 +53,11 @@ def _keep(proposal: Proposal, kept: list[int]) -> Proposal:
     )
 
 
-def _rows(distribution: Distribution, kept: list[int]) -> Distribution:
+def _rows(distribution: Distribution, kept: Seq[int]) -> Distribution:
     match distribution:
         case OneHot():
             return distribution
         case Dense(probs):
-            return Dense(probs[kept])
+            return Dense(probs[list(kept)])
         case Sparse(ids, probs):
-            return Sparse(ids[kept], probs[kept])
+            return Sparse(ids[list(kept)], probs[list(kept)])

@@ -249,6 +249,7 @@ class ModelDrafter:
             g.drafts.append(token)
             g.confidence.append(chance[row])
             g.stopped = token in self._stop_ids and not view.params.ignore_eos
+            g.stopped |= view.more is not None and not view.more(g.confidence)
 
     def _draw(self, g: Growing, logits: Tensor) -> int | None:
         """A draft under the request's options; None where the draft's logits allow no token."""

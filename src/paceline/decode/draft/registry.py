@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.decode.draft.auto import AutoDrafter, AutoOptions, Candidate, mild_cost
+from paceline.decode.draft.auto import AutoDrafter, Candidate
 from paceline.decode.draft.base import Drafter
 from paceline.decode.draft.ngram import NgramDrafter
 from paceline.decode.draft.suffix import SuffixDrafter
 from paceline.decode.model.fetch import KNOWN_MODELS
 from paceline.errors import InvalidParameter, UsageError
+from paceline.plan.control.cost import LiveCost
+from paceline.plan.control.records import ControlOptions
 
 __all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_auto", "make_model_free", "parse_draft"]
 
@@ -80,12 +82,12 @@ def parse_draft(text: str) -> DraftSpec:
 
 def make_auto(
     others: Sequence[Candidate] = (),
-    cost: Callable[[int], float] = mild_cost,
-    options: AutoOptions | None = None,
+    cost: LiveCost | None = None,
+    options: ControlOptions | None = None,
 ) -> AutoDrafter:
     """`auto` over every model-free drafter and `others`, which replace a model-free one of the same name."""
     given = {candidate.drafter.name for candidate in others}
-    free = [Candidate(make(), shadow=True) for name, make in MODEL_FREE.items() if name not in given]
+    free = [Candidate(make()) for name, make in MODEL_FREE.items() if name not in given]
     return AutoDrafter([*free, *others], cost, options)
 
 

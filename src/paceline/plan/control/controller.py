@@ -1,0 +1,354 @@
+"""The controller: who drafts for each sequence in each round, and how far, so that it never loses to plain decoding.
+
+    choose    before a round: `choose_lengths` over the live cost and the survival of every draft on offer
+    refine    when drafts are paid for and their confidence is known: how many of them are worth their rows
+    learn     a draft came true or not (chosen or only watched)
+    settle    a round is over: what it cost, what it brought
+
+What is learnt, and when: free drafters (string matchers) are asked also while they are not used, and what they
+would have said is held against what was committed. A costly drafter shows itself only when it drafts; so that a
+bad stretch is not for ever, it is tried again, and tried longer than what pays, where three things hold: at its
+hopeful best it would earn the trial back over what is left of the sequence; the loss to be feared fits into a
+credit that grows by `probe_share` of all time; and no other trial runs in the round. Entering is priced: tokens
+that a draft model has not read cost their reading. Plain rounds are measured again now and then, within
+`plain_share` of all time, since only beside them a longer round can be called dear.
+
+No clock, no randomness, no torch: the same facts give the same choices, live or in a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from paceline.errors import InvalidParameter
+from paceline.plan.control.cost import LiveCost, RoundView
+from paceline.plan.control.ledger import Ledger
+from paceline.plan.control.lengths import Contender, Load, Option, Pick, Plan, choose_lengths
+from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Offer, RoundFacts
+from paceline.plan.control.survival import AcceptanceTable, Learner, temperature_range
+
+__all__ = ["Controller", "node_survival"]
+
+_FLOOR = 0.02  # drafts less likely than this pay nowhere
+_MOST_CREDIT = 12.0  # plain rounds; bounds the trials in a row after a long quiet stretch
+_FIRST_CREDIT = 2.0
+_HORIZON = 32.0  # tokens a sequence is expected to emit yet, at least
+_TYPICAL = 128.0  # tokens of an answer, before any has ended
+_SMALL_ENTRY = 16  # tokens read to go on after a pause; more are an investment in the rest of the sequence
+_FIRST_STAY = 12.0
+_LIKELY = 0.4
+_MODEL_PRIOR = 0.7  # acceptance of a draft model's drafts before any was seen: published pairs lie about here
+_UNSEEN_FADE = 0.985  # of what is known of a sequence, for each round in which a costly drafter was not seen
+_CHAIN = 0.05  # share by which a sequence's running averages follow the last round
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """learners by drafter; `waiting` rounds since each drafted, `run` rounds in a row in which it did, `stay` the
+    usual length of such runs; `matched` and `quiet`: running averages of the tokens a round brings where a free
+    drafter drafts (over all rounds), and where none does."""
+
+    learners: list[Learner]
+    waiting: list[int]
+    run: list[int]
+    stay: list[float]
+    emitted: int = 0
+    matched: float = 0.0
+    quiet: float = 1.0
+
+
+class Controller:
+    """See the module's docstring.
+
+    drafters   by index; an Ask speaks of them by it
+    cost       kept live by `settle`
+    """
+
+    def __init__(self, drafters: Seq[DrafterFacts], cost: LiveCost, options: ControlOptions | None = None) -> None:
+        names = [facts.name for facts in drafters]
+        if not names or len(set(names)) < len(names):
+            raise InvalidParameter("candidates", names, "one or more drafters of different names")
+        self.drafters, self.cost, self.options = tuple(drafters), cost, options or ControlOptions()
+        self.tables = [AcceptanceTable() if facts.free else AcceptanceTable(_MODEL_PRIOR) for facts in drafters]
+        self.ledger = Ledger(self.drafters, self.tables)
+        self._factor = [1.0] * len(drafters)  # measured over expected drafting time, at the target's speed
+        self._seen = [0] * len(drafters)  # the round in which each last drafted
+        self._sequences: dict[int, _Sequence] = {}
+        self._credit_s = _FIRST_CREDIT * cost.seconds(1, 0)
+        self._plain_credit_s, self._since_plain, self._plain_loss_s = 0.0, 0, 0.0
+        self._drafted, self._typical = False, _TYPICAL
+        self._token_s = cost.seconds(1, 0)  # of a token by plain decoding, in the last round
+
+    # -- sequences -----------------------------------------------------------------------------------------
+
+    def begin(self, key: int, temperature: float = 0.0) -> None:
+        temperatures = temperature_range(temperature)
+        learners = [Learner(table, temperatures) for table in self.tables]
+        count = len(learners)
+        self._sequences[key] = _Sequence(learners, [0] * count, [0] * count, [_FIRST_STAY] * count)
+
+    def end(self, key: int) -> None:
+        emitted = self._sequences.pop(key).emitted
+        self._typical += 0.1 * (emitted - self._typical)
+
+    @property
+    def held(self) -> list[int]:
+        """Sequences that have begun and not ended."""
+        return sorted(self._sequences)
+
+    def learner(self, key: int, drafter: int) -> Learner:
+        return self._sequences[key].learners[drafter]
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def choose(self, asks: Seq[Ask], load: Load | None = None, others: Seq[int] = ()) -> list[Choice]:
+        """A choice for each; `load` and the contexts `others` are of sequences that decode beside them."""
+        load = load or Load()
+        view = self._view([*(ask.context for ask in asks), *others])
+        nodes: list[list[Seq[int]]] = []
+        state = [self._contender(ask, view, nodes) for ask in asks]
+        if not any(contender.options for contender in state) and not any(ask.missing for ask in asks):
+            return [Choice()] * len(asks)
+        options = self.options
+        plan = choose_lengths(state, view, load, options.stay_gain if self._drafted else options.min_gain)
+        if self._plain_is_due(plan):
+            return [Choice()] * len(asks)
+        choices = [_choice(pick, orders) for pick, orders in zip(plan.picks, nodes, strict=True)]
+        keep = self._keep(choices, plan, view)
+        choices = [replace(c, keep=keep[c.drafter]) if c.drafter in keep else c for c in choices]
+        return self._with_trial(choices, asks, plan, view, load)
+
+    def refine(self, drafts: Seq[tuple[Ask, int, Offer]], load: Load | None = None) -> list[tuple[int, ...]]:
+        """The nodes worth verifying of drafts that are paid for: (sequence, drafter, what was drafted)."""
+        view = self._view([ask.context for ask, _, _ in drafts])
+        state, orders = [], []
+        for ask, drafter, offer in drafts:
+            order, survival = node_survival(self.learner(ask.key, drafter), offer, ask.budget)
+            orders.append(order)
+            state.append(Contender((Option(survival),) if survival else (), view.block_s(ask.context)))
+        plan = choose_lengths(state, view, load or Load())
+        return [tuple(sorted(order[: p.nodes])) for order, p in zip(orders, plan.picks, strict=True)]
+
+    def worth_going_on(self, key: int, choice: Choice, confidence: Seq[float]) -> bool:
+        """Whether a costly drafter should draft on after drafts of these confidences."""
+        assert choice.drafter is not None
+        learner, chance = self.learner(key, choice.drafter), 1.0
+        for position, stated in enumerate(confidence):
+            chance *= learner.acceptance(position, stated)
+        return chance * learner.acceptance(len(confidence), None) >= choice.keep
+
+    def _view(self, contexts: Seq[int]) -> RoundView:
+        view = self.cost.view(contexts)
+        for index, facts in enumerate(self.drafters):
+            if facts.steps is not None:
+                view.draft(index, facts.steps, self._factor[index])
+        return view
+
+    def _contender(self, ask: Ask, view: RoundView, nodes: list[list[Seq[int]]]) -> Contender:
+        sequence = self._sequences[ask.key]
+        options: list[Option] = []
+        orders: list[Seq[int]] = []
+        for index, offer in ask.offers.items():
+            if offer.confidence:
+                order, survival = node_survival(sequence.learners[index], offer, ask.budget)
+                if survival:
+                    options.append(Option(survival))
+                    orders.append((index, *order))
+        for index, missing in ask.missing.items():
+            survival = sequence.learners[index].survival([None] * ask.budget, _FLOOR)
+            if survival:
+                options.append(Option(survival, index, self._entry_s(sequence, ask, index, missing)))
+                orders.append((index, *range(len(survival))))
+        nodes.append(orders)
+        return Contender(tuple(options), view.block_s(ask.context) if options else 0.0)
+
+    def _reading_s(self, drafter: int, missing: int) -> float:
+        """Seconds to read `missing` tokens beyond the one that any step reads."""
+        steps = self.drafters[drafter].steps
+        assert steps is not None
+        more = steps.at(max(missing, 1)) - steps.at(1)
+        return max(more, 0.0) * self._factor[drafter] * self.cost.speed
+
+    def _entry_s(self, sequence: _Sequence, ask: Ask, drafter: int, missing: int) -> float:
+        """Catch-up as charged to one round: spread over the rounds it will serve, as far as the past tells."""
+        small = self._reading_s(drafter, min(missing, _SMALL_ENTRY))
+        charged = small / max(sequence.stay[drafter], float(sequence.run[drafter]), 1.0)
+        if missing <= _SMALL_ENTRY:
+            return charged
+        more = self._reading_s(drafter, missing) - small
+        return charged + more * min(1.0, 2.0 / max(self._horizon(sequence, ask), 1.0))
+
+    def _horizon(self, sequence: _Sequence, ask: Ask) -> float:
+        """Tokens that rounds without a free drafter's drafts are expected to emit yet."""
+        left = min(float(ask.room), max(_HORIZON, self._typical - sequence.emitted, 0.5 * sequence.emitted))
+        return left * sequence.quiet / (sequence.quiet + sequence.matched)
+
+    def _keep(self, choices: Seq[Choice], plan: Plan, view: RoundView) -> dict[int | None, float]:
+        """By costly drafter: the least survival at which one more draft, and its row, earn their seconds."""
+        keep: dict[int | None, float] = {}
+        for index, facts in enumerate(self.drafters):
+            users = sum(choice.drafter == index for choice in choices)
+            if users and not facts.free:
+                keep[index] = plan.rate * view.step_s(index, users) / users
+        return keep
+
+    def _plain_is_due(self, plan: Plan) -> bool:
+        """A plain round, only to measure it: it is long ago, and what it loses is saved up."""
+        if plan.seconds == plan.plain_s and plan.tokens == plan.plain_tokens:
+            return False
+        loss = plan.rate / plan.plain_rate - 1.0
+        return self._since_plain >= self.options.plain_every and loss * plan.plain_s <= self._plain_credit_s
+
+    # -- trials --------------------------------------------------------------------------------------------
+
+    def _with_trial(
+        self, choices: list[Choice], asks: Seq[Ask], plan: Plan, view: RoundView, load: Load
+    ) -> list[Choice]:
+        """One costly drafter beyond what is expected to pay, where hope and credit allow; the one waiting longest."""
+        best: tuple[int, int, Choice] | None = None
+        depths = {d: _sharing(choices, d) for d, facts in enumerate(self.drafters) if not facts.free}
+        for i, ask in enumerate(asks):
+            for index in ask.missing:
+                waiting = self._sequences[ask.key].waiting[index]
+                if best is None or waiting > best[0]:
+                    trial = self._trial(choices[i], ask, index, plan, view, load, depths[index])
+                    best = best if trial is None else (waiting, i, trial)
+        if best is not None:
+            choices[best[1]] = best[2]
+        return choices
+
+    def _trial(
+        self, choice: Choice, ask: Ask, drafter: int, plan: Plan, view: RoundView, load: Load, depths: Seq[int]
+    ) -> Choice | None:
+        sequence = self._sequences[ask.key]
+        usual = len(choice.nodes) if choice.drafter == drafter else 0
+        if choice.drafter is not None and choice.drafter != drafter:
+            return None
+        entry_s = 0.0 if usual else self._reading_s(drafter, ask.missing[drafter])
+        most = min(ask.budget, max(self.options.probe_length, 2 * usual))
+        unseen = max(sequence.waiting[drafter], self.ledger.rounds - self._seen[drafter])
+        hopes = sequence.learners[drafter].hopeful(most, unseen)
+        users = len(plan.picks)  # if it is good for one, it may be for all
+        likely = sum(hope >= _LIKELY for hope in hopes)  # deeper drafts would hardly be seen
+        for length in sorted({max(likely, usual + 1), min(len(hopes), len(depths))}, reverse=True):
+            if not usual < length <= len(hopes):
+                continue
+            extra_s = self._extra_s(ask, drafter, usual, length, plan, view, load, depths)
+            shared_s = extra_s - (length - usual) * (view.step_s(drafter, 1) - view.step_s(drafter, users) / users)
+            profit = sum(hopes[usual:length]) - plan.rate * min(extra_s, shared_s)  # tokens a round
+            rounds = self._horizon(sequence, ask) / (1.0 + sum(hopes[:length]))
+            if extra_s + entry_s <= self._credit_s and profit * rounds > plan.rate * (extra_s + entry_s):
+                return Choice(drafter, tuple(range(length)), 0.0, extra_s + entry_s, usual)
+        return None
+
+    def _extra_s(
+        self, ask: Ask, drafter: int, usual: int, length: int, plan: Plan, view: RoundView, load: Load, depths: Seq[int]
+    ) -> float:
+        """Seconds of drafting and verifying `length` instead of `usual` tokens, in steps shared where they are."""
+        base = load.rows + len(plan.picks) + sum(pick.nodes for pick in plan.picks) - usual
+        seconds = view.pass_s(base + length) - view.pass_s(base + usual)
+        seconds += (length // view.block - usual // view.block) * view.block_s(ask.context)
+        for depth in range(usual, length):
+            sharing = depths[depth] if depth < len(depths) else 0
+            seconds += view.step_s(drafter, sharing + 1) - (view.step_s(drafter, sharing) if sharing else 0.0)
+        return seconds
+
+    # -- learning ------------------------------------------------------------------------------------------
+
+    def learn(self, key: int, drafter: int, position: int, confidence: float | None, accepted: bool) -> None:
+        """Draft `position` of `drafter` was (not) what was committed; all before it were. Used or only watched."""
+        self._sequences[key].learners[drafter].record(position, confidence, accepted)
+
+    def learn_fixed(self, drafter: int, temperature: float, proposed: int, accepted: int) -> None:
+        """The outcome of drafts whose length a request fixed."""
+        temperatures = temperature_range(temperature)
+        for position in range(min(accepted + 1, proposed)):
+            self.tables[drafter].record(position, None, position < accepted, temperatures)
+
+    def drafted(self, drafter: int, lengths: Seq[int], missing: int, seconds: float) -> None:
+        """A costly drafter made chains of these lengths after reading `missing` tokens, in `seconds`."""
+        steps = self.drafters[drafter].steps
+        if steps is None or not lengths or max(lengths) == 0:
+            return
+        expected = steps.at(max(missing, len(lengths)))
+        expected += sum(steps.at(sum(n > depth for n in lengths)) for depth in range(1, max(lengths)))
+        measured = seconds / (expected * self.cost.speed * self._factor[drafter])
+        self._factor[drafter] *= min(max(measured, 0.8), 1.25) ** 0.1
+
+    def committed(self, key: int, choice: Choice, emitted: int) -> None:
+        """A sequence emitted so many tokens in a round in which `choice` was made for it."""
+        sequence = self._sequences[key]
+        sequence.emitted += emitted
+        free = choice.drafter is not None and self.drafters[choice.drafter].free
+        sequence.matched += _CHAIN * ((emitted if free else 0) - sequence.matched)
+        sequence.quiet += _CHAIN * ((0 if free else emitted) - sequence.quiet)
+        for index, run in enumerate(sequence.run):
+            if choice.drafter == index:
+                sequence.waiting[index], sequence.run[index] = 0, run + 1
+                continue
+            sequence.waiting[index] += 1
+            if not self.drafters[index].free:
+                sequence.learners[index].fade(_UNSEEN_FADE)
+            if run and choice.drafter is not None:  # another one took over; being of no use is no reason to leave
+                sequence.stay[index] += 0.25 * (run - sequence.stay[index])
+            sequence.run[index] = 0
+        if choice.drafter is not None:
+            self._seen[choice.drafter] = self.ledger.rounds
+        if choice.risk_s is not None:
+            gained = max(0, emitted - 1 - choice.usual) * self._token_s
+            self._credit_s -= max(0.0, choice.risk_s - gained)
+
+    def settle(self, facts: RoundFacts) -> list[float]:
+        """A round is over; returns the seconds it saved each sequence against plain decoding."""
+        cost, count = self.cost, len(facts.queries)
+        keys = sum(cost.keys(q, c) for q, c in zip(facts.queries, facts.contexts, strict=True))
+        if count and not facts.prefill:
+            cost.observe(facts.rows, keys, facts.whole_s - facts.draft_s)
+        plain_keys = sum(cost.keys(1, context) for context in facts.contexts)
+        plain_s = cost.seconds(count, plain_keys) if count else 0.0
+        self._credit_s = min(
+            self._credit_s + self.options.probe_share * facts.whole_s, _MOST_CREDIT * cost.seconds(max(count, 1), keys)
+        )
+        self._token_s = plain_s / count if count else self._token_s
+        self._drafted = facts.rows > count
+        drafted_s = cost.seconds(facts.rows, keys) if self._drafted else plain_s
+        self._plain_credit_s += self.options.plain_share * facts.whole_s
+        if self._drafted or facts.prefill:
+            self._since_plain += 1
+        elif count:
+            if self._since_plain >= self.options.plain_every:
+                self._plain_credit_s = 0.0
+            self._since_plain = 0
+        return self.ledger.add(facts.emitted, plain_s, drafted_s + facts.draft_s, facts.draft_s)
+
+
+def _sharing(choices: Seq[Choice], drafter: int) -> list[int]:
+    """By depth, how many sequences `drafter` drafts for."""
+    lengths = [len(choice.nodes) for choice in choices if choice.drafter == drafter]
+    return [sum(length > depth for length in lengths) for depth in range(max(lengths, default=0))]
+
+
+def _choice(pick: Pick, nodes: Seq[Seq[int]]) -> Choice:
+    """`nodes[option]` is its drafter and then its nodes, the first to take first."""
+    if pick.option is None:
+        return Choice()
+    drafter, *order = nodes[pick.option]
+    return Choice(drafter, tuple(sorted(order[: pick.nodes])))
+
+
+def node_survival(learner: Learner, offer: Offer, budget: int) -> tuple[Seq[int], list[float]]:
+    """Nodes worth a look, most likely first and parents before children, and the survival of each."""
+    if offer.parents is None:
+        survival = learner.survival(offer.confidence[:budget], _FLOOR)
+        return range(len(survival)), survival
+    chances: list[float] = []
+    depths: list[int] = []
+    for stated, parent in zip(offer.confidence, offer.parents, strict=True):
+        depth = 0 if parent is None else depths[parent] + 1
+        before = 1.0 if parent is None else chances[parent]
+        depths.append(depth)
+        chances.append(min(before, before * learner.acceptance(depth, stated)) if depth < budget else 0.0)
+    order = [i for i in range(len(chances)) if chances[i] >= _FLOOR]
+    order.sort(key=lambda i: (-chances[i], i))
+    return order, [chances[i] for i in order]

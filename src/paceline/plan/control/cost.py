@@ -1,0 +1,200 @@
+"""What rounds cost here and now: seconds of a target pass by its rows, and of each drafter's steps, kept live.
+
+    seconds = speed * (A[rows] + key_s * keys)
+
+`A` is a staircase over padded row counts, seeded by a few passes timed at load or by a probe, and corrected step
+by step from the engine's own rounds; `keys` are query-key pairs (padded queries of each sequence times its
+context); `speed` is how slow the machine is at the moment, followed within some ten rounds. Because the speed is
+common to all rows, a machine that slows down while one draft length is in use does not make that length look
+dear; a round tells of its own step only as far as its neighbours in time were of others.
+
+Guarantees: A never falls with rows (weighted isotonic regression); a cliff that was seen stays a cliff (steps
+are not smoothed, only those never visited are interpolated); a stall of the machine counts as a small error
+(errors are clipped to a few times their usual size); old rounds fade.
+Source: clipping after Huber (1964); isotonic regression by pooling of adjacent violators.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+__all__ = ["QUERY_OVERHEAD", "LiveCost", "RoundView", "StepTimes", "isotonic"]
+
+_SPEED_SHARE = 0.1  # of an error that goes to the speed: it forgets within about ten rounds
+_STEP_MEMORY = 40.0  # visits after which a step's old errors have faded
+_KEY_SHARE = 0.02
+_FIRST_LOOKS = 5
+_RECENT = 16  # rounds; a step that had all of them is not told apart from the speed, and learns nothing
+_CHANGED = 3  # clipped errors to one side in a row
+_CLIP = 3.0  # usual errors; a larger one counts as this
+_CLIPPED_TRUST = 0.3  # how far a step follows a clipped error: more likely the machine changed than the step
+_REFRESH = 8  # rounds between rebuilds of the table
+QUERY_OVERHEAD = 4  # an attention call over q queries costs as q + 4 of them (measured, docs/log.md)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a pass by its rows, as timed: rows rising. Linear between the points and past them.
+
+    key_s   seconds of a query-key pair, 0.0 where it is not known
+    """
+
+    rows: Seq[int]
+    seconds: Seq[float]
+    key_s: float = 0.0
+
+    def at(self, rows: float) -> float:
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        r0, r1 = self.rows[right - 1], self.rows[right]
+        t0, t1 = self.seconds[right - 1], self.seconds[right]
+        return max(t0 + (t1 - t0) * (rows - r0) / (r1 - r0), min(self.seconds))
+
+
+class LiveCost:
+    """See the module's docstring.
+
+    seed      times known at the start
+    block     rows of a pass, and queries of a sequence, are padded to a multiple of this
+    largest   rows of the largest pass
+    kv_block  keys of a sequence are padded to a multiple of this
+    """
+
+    def __init__(self, seed: StepTimes, block: int = 1, largest: int = 256, kv_block: int = 1) -> None:
+        self.block, self.kv_block, self.key_s = block, kv_block, seed.key_s
+        steps = -(-largest // block)
+        own = seed.key_s * kv_block  # attention of the one sequence that was timed, short of a block of keys
+        self._seed = [
+            max(seed.at(rows) - own * (rows + QUERY_OVERHEAD), 0.2 * seed.at(rows))
+            for rows in range(block, (steps + 1) * block, block)
+        ]
+        self._error = [0.0] * steps  # log of what was measured over the seed, by step
+        self._visits = [0.0] * steps
+        self._log_speed, self._spread = 0.0, 0.05
+        self._table = isotonic(self._seed, [1.0] * steps)
+        self._stale = 0
+        self.rounds = 0
+        self._first: list[float] = []
+        self._run, self._last = 0, 0.0
+        self._recent = deque([-1] * _RECENT, maxlen=_RECENT)
+
+    @property
+    def speed(self) -> float:
+        return math.exp(self._log_speed)
+
+    def keys(self, queries: int, context: int) -> int:
+        """Query-key pairs of a sequence with so many queries over so many tokens."""
+        keys = -(-context // self.kv_block) * self.kv_block
+        return (-(-queries // self.block) * self.block + QUERY_OVERHEAD) * keys
+
+    def step(self, rows: int) -> int:
+        return min(max(-(-rows // self.block) - 1, 0), len(self._seed) - 1)
+
+    def seconds(self, rows: int, keys: int) -> float:
+        """Of a round without drafting and without prompts."""
+        return self.speed * (self._rows_s(rows) + self.key_s * keys)
+
+    def observe(self, rows: int, keys: int, seconds: float) -> None:
+        """A round took `seconds` beside drafting; rounds that hold prompt rows are not to be given."""
+        if seconds <= 0.0 or rows > len(self._seed) * self.block:
+            return
+        expected = self.seconds(rows, keys)
+        error = math.log(seconds / expected)
+        self.rounds += 1
+        if self.rounds <= _FIRST_LOOKS:  # the speed alone, by a median: the first round may be a stall
+            self._first.append(error + self._log_speed)
+            self._log_speed = sorted(self._first)[(len(self._first) - 1) // 2]
+            return
+        clipped = min(max(error, -_CLIP * self._spread), _CLIP * self._spread)
+        self._spread = min(max(0.97 * self._spread + 0.03 * min(1.5 * abs(error), 0.5), 0.02), 0.3)
+        self._run = self._run + 1 if abs(error) > abs(clipped) and error * self._last > 0.0 else 0
+        self._last = error
+        if self._run >= _CHANGED:  # no stall: the machine has another speed now
+            self._log_speed, self._run = self._log_speed + error, 0
+            return
+        self._log_speed += _SPEED_SHARE * clipped
+        step = self.step(rows)
+        self._visits[step] = min(self._visits[step] + 1.0, _STEP_MEMORY)
+        trust = 1.0 if clipped == error else _CLIPPED_TRUST
+        trust *= 1.0 - self._recent.count(step) / len(self._recent)
+        self._error[step] += trust * clipped / (0.5 * self._visits[step] + 1.0)
+        self._recent.append(step)
+        if self.key_s:
+            share = self.key_s * keys * self.speed / expected
+            self.key_s *= math.exp(_KEY_SHARE * share * clipped)
+        self._stale += 1
+        if self._stale >= _REFRESH:
+            self._rebuild()
+
+    def view(self, contexts: Seq[int]) -> RoundView:
+        """The cost of a round over sequences of these contexts, one block of queries each."""
+        keys = sum(self.keys(1, context) for context in contexts)
+        return RoundView(self, self.speed, self.speed * self.key_s * keys)
+
+    def _rows_s(self, rows: int) -> float:
+        step = -(-rows // self.block) - 1
+        last = len(self._table) - 1
+        if step <= last:
+            return self._table[max(step, 0)]
+        return self._table[last] + (step - last) * (self._table[last] - self._table[last // 2]) / max(
+            last - last // 2, 1
+        )
+
+    def _rebuild(self) -> None:
+        """The table from seed and errors; steps never visited take the errors of their neighbours."""
+        self._stale = 0
+        known = [i for i, visits in enumerate(self._visits) if visits > 0.0]
+        values, weights = [], []
+        right = 0
+        for i, seed in enumerate(self._seed):
+            while right < len(known) and known[right] < i:
+                right += 1
+            high = known[min(right, len(known) - 1)]
+            low = known[max(right - 1, 0)] if high > i else high
+            share = (i - low) / (high - low) if low < i < high else float(i >= high)
+            error = self._error[low] + share * (self._error[high] - self._error[low])
+            values.append(seed * math.exp(error))
+            weights.append(self._visits[i] or 0.25)
+        self._table = isotonic(values, weights)
+
+
+class RoundView:
+    """A `RoundCost` of one round, at the speed of the moment. Drafters' steps are added by `draft`."""
+
+    def __init__(self, cost: LiveCost, speed: float, keys_s: float) -> None:
+        self.block = cost.block
+        self._cost, self._speed, self._keys_s = cost, speed, keys_s
+        self._steps: dict[int, StepTimes] = {}
+        self._factor: dict[int, float] = {}
+
+    def draft(self, drafter: int, times: StepTimes, factor: float = 1.0) -> None:
+        """Steps of `drafter` take `factor` times `times`, by sequences."""
+        self._steps[drafter], self._factor[drafter] = times, factor * self._speed
+
+    def pass_s(self, rows: int) -> float:
+        return self._speed * self._cost._rows_s(rows) + self._keys_s
+
+    def step_s(self, drafter: int, sequences: int) -> float:
+        return self._factor[drafter] * self._steps[drafter].at(sequences)
+
+    def block_s(self, context: int) -> float:
+        """Of one more block of queries over `context` tokens."""
+        keys = -(-context // self._cost.kv_block) * self._cost.kv_block
+        return self._speed * self._cost.key_s * self.block * keys
+
+
+def isotonic(values: Seq[float], weights: Seq[float]) -> list[float]:
+    """The never-falling sequence nearest to `values` in weighted squares."""
+    pools: list[list[float]] = []  # [mean, weight, members]
+    for value, weight in zip(values, weights, strict=True):
+        pools.append([value, weight, 1.0])
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            mean, heavy, members = pools.pop()
+            last = pools[-1]
+            last[0] = (last[0] * last[1] + mean * heavy) / (last[1] + heavy)
+            last[1] += heavy
+            last[2] += members
+    return [pool[0] for pool in pools for _ in range(int(pool[2]))]

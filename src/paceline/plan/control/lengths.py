@@ -1,0 +1,220 @@
+"""How far each sequence drafts in this round, and with whom: a pure function over the whole batch.
+
+Maximised is the goodput, expected emitted tokens per second: (Σ_i 1 + Σ_{j<=k_i} S_ij) / C(k), S_ij the chance
+that draft j of sequence i ends up on the accepted path and C the seconds of the round (TurboSpec, arXiv
+2406.14066; DSpark, arXiv 2607.05147; the marginal rule).
+
+One drafter a sequence, and a cost of rows alone: for every total of rows the most tokens are had by taking the
+drafts of highest survival, so one pass over the drafts sorted by survival meets the optimum whatever the shape
+of the cost, steps and cliffs included (where the cost is convex it could stop at the first draft that does not
+pay). Several drafters, drafting that costs time, and query blocks of single sequences make it a choice of sets;
+then each sequence is given the drafter of most value at the going price of a second, for each number of steps of
+a costly one, and the pass over sorted drafts prices what it takes exactly. One sequence is always solved exactly.
+Twin: `tests/control/control_twins.py::best_by_enumeration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Contender", "Load", "Option", "Pick", "Plan", "RoundCost", "choose_lengths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one drafter offers one sequence.
+
+    survival   by node in the order they would be taken, parents first, never rising: P(node is accepted)
+    drafter    index of a drafter whose steps cost time; None where drafting costs nothing (or is paid already)
+    entry_s    seconds to pay in this round before its first draft (catch-up of a draft model)
+    """
+
+    survival: Seq[float]
+    drafter: int | None = None
+    entry_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A sequence that may draft: its options, and the seconds of each further block of query rows."""
+
+    options: Seq[Option] = ()
+    block_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What else is in the round: rows of other decoding sequences, and the tokens they are expected to emit."""
+
+    rows: int = 0
+    tokens: float = 0.0
+
+
+class RoundCost(Protocol):
+    """Seconds. `block` is the multiple to which the query rows of a sequence are padded, >= 1."""
+
+    block: int
+
+    def pass_s(self, rows: int) -> float:
+        """Of a target pass over `rows` rows, each sequence with one block of queries; never falls with rows."""
+        ...
+
+    def step_s(self, drafter: int, sequences: int) -> float:
+        """Of one drafting step of so many sequences together."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The option taken, and how many of its nodes; (None, 0) decodes plainly."""
+
+    option: int | None = None
+    nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A pick for each sequence; expected tokens and seconds of the round, and the seconds of a plain one."""
+
+    picks: tuple[Pick, ...]
+    tokens: float
+    seconds: float
+    plain_tokens: float
+    plain_s: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def plain_rate(self) -> float:
+        return self.plain_tokens / self.plain_s
+
+
+_NOTHING = Pick()
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # steps of a costly drafter that are tried for a batch
+_LOOK_AHEAD = 8  # rows over which the price of a row is averaged when drafters are compared
+
+
+def choose_lengths(state: Seq[Contender], cost: RoundCost, load: Load, min_gain: float = 0.0) -> Plan:
+    """The picks with the most expected tokens per second; none where that is not (1 + min_gain) times plain."""
+    count = len(state)
+    assert count > 0, "no sequence to choose for"
+    tokens, plain_s = load.tokens + count, cost.pass_s(load.rows + count)
+    assert plain_s > 0.0, f"a plain pass takes {plain_s} seconds; it must take time"
+    plain = Plan((_NOTHING,) * count, tokens, plain_s, tokens, plain_s)
+    if not any(contender.options for contender in state):
+        return plain
+    best = _alone(state[0], cost, load, plain) if count == 1 else _together(state, cost, load, plain)
+    return best if best.rate > plain.rate * (1.0 + min_gain) else plain
+
+
+def _alone(contender: Contender, cost: RoundCost, load: Load, plain: Plan) -> Plan:
+    """Every length of every option."""
+    best, block, base = plain, cost.block, load.rows + 1
+    for index, option in enumerate(contender.options):
+        tokens, extra = plain.tokens, option.entry_s
+        step = 0.0 if option.drafter is None else cost.step_s(option.drafter, 1)
+        for nodes, chance in enumerate(option.survival, start=1):
+            tokens += chance
+            extra += step
+            if nodes % block == 0:
+                extra += contender.block_s
+            seconds = cost.pass_s(base + nodes) + extra
+            if tokens * best.seconds > best.tokens * seconds:
+                best = Plan((Pick(index, nodes),), tokens, seconds, plain.tokens, plain.plain_s)
+    return best
+
+
+def _together(state: Seq[Contender], cost: RoundCost, load: Load, plain: Plan) -> Plan:
+    """Free drafters first; then, at the price found, who does better with a costly one, for each depth of its."""
+    base = load.rows + len(state)
+    best = _assign_and_scan(state, None, 0, cost, base, plain, plain)
+    for drafter in sorted({o.drafter for c in state for o in c.options if o.drafter is not None}):
+        deepest = max(len(o.survival) for c in state for o in c.options if o.drafter == drafter)
+        for depth in (d for d in _DEPTHS if d < deepest * 2):
+            best = _assign_and_scan(state, drafter, depth, cost, base, plain, best)
+    return best
+
+
+def _assign_and_scan(
+    state: Seq[Contender], drafter: int | None, depth: int, cost: RoundCost, base: int, plain: Plan, best: Plan
+) -> Plan:
+    """`best`, or what is better with each sequence's worthiest option, `drafter` drafting up to `depth` tokens."""
+    sharing = len(state)
+    seen: tuple[int | None, ...] | None = None
+    for _ in range(2):
+        taken = max(sum(pick.nodes for pick in best.picks), _LOOK_AHEAD)
+        row_s = (cost.pass_s(base + taken) - cost.pass_s(base)) / taken
+        step_s = 0.0 if drafter is None else cost.step_s(drafter, sharing) / sharing
+        chosen = tuple(_worthiest(c, drafter, depth, best.rate, row_s, step_s) for c in state)
+        if chosen == seen:
+            break
+        seen = chosen
+        found = _scan(state, chosen, depth, cost, base, plain)
+        best = found if found.rate > best.rate else best
+        users = [c for i, c in zip(chosen, state, strict=True) if i is not None and c.options[i].drafter is not None]
+        sharing = max(len(users), 1)
+    return best
+
+
+def _worthiest(
+    contender: Contender, drafter: int | None, depth: int, rate: float, row_s: float, step_s: float
+) -> int | None:
+    """The option of most value where a second is worth `rate` tokens, among free ones and `drafter`'s."""
+    best, best_value = None, 0.0
+    for index, option in enumerate(contender.options):
+        if option.drafter is not None and option.drafter != drafter:
+            continue
+        price = rate * (row_s + (0.0 if option.drafter is None else step_s))
+        value = top = 0.0
+        for chance in option.survival if option.drafter is None else option.survival[:depth]:
+            value += chance - price
+            top = max(top, value)
+        top -= rate * option.entry_s
+        if top > best_value or (best is None and option.drafter is None):
+            best, best_value = index, top
+    return best
+
+
+def _scan(
+    state: Seq[Contender], chosen: Seq[int | None], deepest: int, cost: RoundCost, base: int, plain: Plan
+) -> Plan:
+    """Take drafts in the order of their survival, costly ones up to `deepest`; the best of all prefixes."""
+    order = [
+        (-chance, i, node)
+        for i, index in enumerate(chosen)
+        if index is not None
+        for node, chance in enumerate(_within(state[i].options[index], deepest))
+    ]
+    order.sort()
+    nodes = [0] * len(state)
+    depths: dict[tuple[int, int], int] = {}  # (drafter, depth) -> sequences that draft so deep
+    tokens, extra, best_at = plain.tokens, 0.0, 0
+    best_tokens, best_s = plain.tokens, plain.plain_s
+    for at, (less, i, node) in enumerate(order, start=1):
+        index = chosen[i]
+        assert index is not None
+        option = state[i].options[index]
+        tokens -= less
+        extra += option.entry_s if node == 0 else 0.0
+        if (node + 1) % cost.block == 0:
+            extra += state[i].block_s
+        if option.drafter is not None:
+            sharing = depths.get((option.drafter, node), 0)
+            before = cost.step_s(option.drafter, sharing) if sharing else 0.0
+            extra += cost.step_s(option.drafter, sharing + 1) - before
+            depths[option.drafter, node] = sharing + 1
+        seconds = cost.pass_s(base + at) + extra
+        if tokens * best_s > best_tokens * seconds:
+            best_tokens, best_s, best_at = tokens, seconds, at
+    for _, i, _ in order[:best_at]:
+        nodes[i] += 1
+    picks = tuple(Pick(index, n) if n else _NOTHING for index, n in zip(chosen, nodes, strict=True))
+    return Plan(picks, best_tokens, best_s, plain.tokens, plain.plain_s)
+
+
+def _within(option: Option, deepest: int) -> Seq[float]:
+    return option.survival if option.drafter is None else option.survival[:deepest]

@@ -1,0 +1,161 @@
+"""How often drafts of one drafter come true: learnt over all sequences, corrected for each.
+
+The table of a drafter holds acceptance by position and by the drafter's own confidence (for string matchers that
+is a function of the match's length), apart for each range of temperatures; it corrects drafters that claim too
+much or too little. What was seen at other temperatures is only where a range starts from. A sequence adds one
+correction of the odds for its first draft and one for the later ones: whether text repeats, what the task is and
+how long the context has grown are properties of the request, and a few rounds tell. Old outcomes fade in both.
+
+`survival` and `record` are called for every draft in every round: plain arithmetic, about a microsecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+__all__ = ["AcceptanceTable", "Learner", "temperature_range"]
+
+_PRIOR_ACCEPTANCE = 0.6  # of a draft whose drafter states no confidence, before anything was seen
+_PRIOR_WEIGHT = 8.0  # outcomes a prior counts as, in a cell of the table
+_TABLE_MEMORY = 256.0  # outcomes a cell remembers before old ones fade
+_SEQUENCE_FADE = 0.97  # per outcome: a sequence remembers about the last 30
+_SEQUENCE_PRIOR = 5.0  # outcomes that "this sequence is like the others" counts as
+_DOUBT_FADE = 0.995  # by round: half of what was learnt is in doubt after some 140 rounds
+_LAST_POSITION = 7  # positions from here on share their cells
+_CONFIDENCES = 13  # cells by confidence; the last is for "unknown"
+_ALL = 4  # the range that holds every temperature
+
+
+def temperature_range(temperature: float) -> int:
+    """0 greedy, 1 up to 0.5, 2 up to 0.9, 3 above."""
+    return 0 if temperature <= 0.0 else 1 if temperature <= 0.5 else 2 if temperature <= 0.9 else 3
+
+
+class AcceptanceTable:
+    """P(accepted | all before it accepted) of one drafter by position, confidence and range of temperatures.
+
+    prior   acceptance of drafts without a stated confidence before anything was seen, in (0, 1)
+    """
+
+    def __init__(self, prior: float = _PRIOR_ACCEPTANCE) -> None:
+        self.prior = prior
+        size = (_LAST_POSITION + 1) * _CONFIDENCES
+        self._outcomes = [[0.0] * size for _ in range(_ALL + 1)]
+        self._accepted = [[0.0] * size for _ in range(_ALL + 1)]
+
+    def estimate(self, position: int, confidence: float | None, temperatures: int = 0) -> float:
+        """In (0, 1). Starts at the drafter's own confidence, goes by way of all temperatures to its own."""
+        cell = _cell(position, confidence)
+        prior = self.prior if confidence is None else min(max(confidence, 0.01), 0.99)
+        pooled = (self._accepted[_ALL][cell] + _PRIOR_WEIGHT * prior) / (self._outcomes[_ALL][cell] + _PRIOR_WEIGHT)
+        own = self._outcomes[temperatures][cell]
+        return (self._accepted[temperatures][cell] + _PRIOR_WEIGHT * pooled) / (own + _PRIOR_WEIGHT)
+
+    def outcomes(self, position: int, temperatures: int = _ALL) -> float:
+        """How many outcomes at this position are remembered."""
+        return self._outcomes[temperatures][_cell(position, None)]
+
+    def acceptance(self) -> float:
+        """Of first drafts, as observed at all temperatures; 1.0 before anything was."""
+        cell = _cell(0, None)
+        outcomes = self._outcomes[_ALL][cell]
+        return self._accepted[_ALL][cell] / outcomes if outcomes else 1.0
+
+    def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> None:
+        cell = _cell(position, confidence)
+        for key in (temperatures, _ALL):
+            outcomes = self._outcomes[key]
+            count = outcomes[cell] + 1.0
+            fade = 1.0 if count <= _TABLE_MEMORY else _TABLE_MEMORY / count
+            outcomes[cell] = count * fade
+            self._accepted[key][cell] = (self._accepted[key][cell] + accepted) * fade
+
+
+@dataclass(slots=True)
+class _Correction:
+    """Outcomes of one sequence beside what the table expected of them, fading."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+    outcomes: float = 0.0
+
+    def apply(self, chance: float) -> float:
+        """The chance after multiplying its odds by observed over expected odds."""
+        if self.outcomes == 0.0:
+            return chance
+        more, less = _SEQUENCE_PRIOR * chance, _SEQUENCE_PRIOR * (1.0 - chance)
+        hits = (self.accepted + more) * (self.outcomes - self.expected + less) * chance
+        misses = (self.outcomes - self.accepted + less) * (self.expected + more) * (1.0 - chance)
+        return hits / (hits + misses)
+
+    def record(self, expected: float, accepted: bool) -> None:
+        self.accepted = self.accepted * _SEQUENCE_FADE + accepted
+        self.expected = self.expected * _SEQUENCE_FADE + expected
+        self.outcomes = self.outcomes * _SEQUENCE_FADE + 1.0
+
+
+@dataclass(slots=True)
+class Learner:
+    """Acceptance of one drafter's drafts in one sequence; `table` is shared by all sequences."""
+
+    table: AcceptanceTable
+    temperatures: int = 0
+    _first: _Correction = field(default_factory=_Correction)
+    _later: _Correction = field(default_factory=_Correction)
+
+    def survival(self, confidence: Seq[float | None], floor: float = 0.0) -> list[float]:
+        """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: unknown).
+
+        Ends before the first that falls under `floor`.
+        """
+        result, product = [], 1.0
+        for position, stated in enumerate(confidence):
+            product *= self.acceptance(position, stated)
+            if product < floor:
+                break
+            result.append(product)
+        return result
+
+    def acceptance(self, position: int, confidence: float | None) -> float:
+        """P(draft `position` is accepted | all before it are)."""
+        correction = self._later if position else self._first
+        return correction.apply(self.table.estimate(position, confidence, self.temperatures))
+
+    def hopeful(self, length: int, unseen: int) -> list[float]:
+        """Survival as it may be at best: a deviation above what is expected, more where little was seen; and
+        what was learnt `unseen` rounds ago may no longer hold."""
+        doubt = 1.0 - _DOUBT_FADE**unseen
+        result, product = [], 1.0
+        for position in range(length):
+            mean = self.acceptance(position, None)
+            mean += doubt * max(self.table.prior - mean, 0.0)
+            known = (self._later if position else self._first).outcomes
+            product *= min(mean + (mean * (1.0 - mean) / (1.0 + known)) ** 0.5, 0.98)
+            result.append(product)
+        return result
+
+    def fade(self, share: float) -> None:
+        """Nothing was seen for a round: what is known of this sequence goes back towards what is of all."""
+        for correction in (self._first, self._later):
+            correction.accepted *= share
+            correction.expected *= share
+            correction.outcomes *= share
+
+    def record(self, position: int, confidence: float | None, accepted: bool) -> None:
+        """Draft `position` was (not) accepted, all before it were."""
+        expected = self.table.estimate(position, confidence, self.temperatures)
+        (self._later if position else self._first).record(expected, accepted)
+        self.table.record(position, confidence, accepted, self.temperatures)
+        if confidence is not None:  # for choosing before the drafts and their confidences are known
+            self.table.record(position, None, accepted, self.temperatures)
+
+
+def _cell(position: int, confidence: float | None) -> int:
+    """Confidences share a cell by tenth, and finer near 1, where odds differ most."""
+    row = (position if position < _LAST_POSITION else _LAST_POSITION) * _CONFIDENCES
+    if confidence is None:
+        return row + _CONFIDENCES - 1
+    if confidence < 0.9:
+        return row + int(confidence * 10)
+    return row + 9 + (confidence >= 0.95) + (confidence >= 0.98)
