@@ -2,9 +2,10 @@
 
     python bench/controller_overhead.py [--round-ms 13] [--batches 1 4 8 16] [--rounds 2000]
 
-Each sequence of the batch has two free drafters that speak in a third of the rounds with 8 drafts, and, in the
-second table, a draft model. Printed per batch: microseconds a round, and its share of a round that takes
-`--round-ms` and a twentieth of it more for each further sequence.
+Processor time, so that other work on the machine does not count. Each sequence of the batch has two free drafters
+that speak in a third of the rounds with 8 drafts, and, in the second table, a draft model. Printed per batch:
+microseconds a round, and its share of a round that takes `--round-ms` and a twentieth of it more for each further
+sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def microseconds(batch: int, rounds: int, costly: bool) -> float:
             for key in range(batch)
         ]
         draws = [generator.random() < 0.6 for _ in range(batch)]
-        began = time.perf_counter()
+        began = time.process_time()
         choices = controller.choose(asks)
         for ask, choice, hit in zip(asks, choices, draws, strict=True):
             for drafter, offer in ask.offers.items():
@@ -51,7 +52,7 @@ def microseconds(batch: int, rounds: int, costly: bool) -> float:
         lengths = [1 + len(choice.nodes) for choice in choices]
         contexts = [ask.context for ask in asks]
         controller.settle(RoundFacts(sum(lengths), lengths, contexts, [1 + hit for hit in draws], 0.001, 0.015))
-        took += time.perf_counter() - began
+        took += time.process_time() - began
     return 1e6 * took / rounds
 
 

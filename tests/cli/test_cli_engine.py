@@ -40,7 +40,7 @@ def test_run_prints_one_json_object(model: str, tmp_path: Path, capsys: pytest.C
     }
     assert value["usage"]["completion_tokens"] == len(value["token_ids"]) == 24
     assert value["finish_reason"] == "length" and value["lossless_rule"] is True
-    assert set(value["seconds"]) == {"load", "prefill", "decode"}
+    assert set(value["seconds"]) == {"load", "prefill", "decode", "saved"}
     plain = json.loads(run(capsys, "run", model, "--prompt", "the cat", "--draft", "none", *options)[1])
     assert plain["text"] == value["text"] and plain["drafted"] == 0
     header, records = read_trace(trace)

@@ -26,6 +26,7 @@ from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.model.step import Ring, Span, build_inputs
 from paceline.decode.verify.prefix import PrefixState
 from paceline.errors import InvalidParameter
+from paceline.plan.control.cost import StepTimes
 
 LAYERS = 4
 
@@ -219,7 +220,7 @@ def compare(
     ]
     made: Drafter = drafter(model=model)
     if name == "auto":
-        made = AutoDrafter([Candidate(made, token_cost=0.1)])
+        made = AutoDrafter([Candidate(made, StepTimes((1, 101), (0.1, 0.6)))])
     results = lab.run(lab.engine(model, {name: made}, eos=[2], max_batch=6, prefill_chunk=8), asks, [0, 2, 0, 3, 1])
     for r in asks:
         plain = lab.run(lab.engine(model, eos=[2], prefill_chunk=8), [request(r.prompt, draft="none", params=r.params)])

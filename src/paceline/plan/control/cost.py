@@ -74,7 +74,7 @@ class LiveCost:
         self._error = [0.0] * steps  # log of what was measured over the seed, by step
         self._visits = [0.0] * steps
         self._log_speed, self._spread = 0.0, 0.05
-        self._table = isotonic(self._seed, [1.0] * steps)
+        self._tabulate(self._seed, [1.0] * steps)
         self._stale = 0
         self.rounds = 0
         self._first: list[float] = []
@@ -158,7 +158,11 @@ class LiveCost:
             error = self._error[low] + share * (self._error[high] - self._error[low])
             values.append(seed * math.exp(error))
             weights.append(self._visits[i] or 0.25)
+        self._tabulate(values, weights)
+
+    def _tabulate(self, values: Seq[float], weights: Seq[float]) -> None:
         self._table = isotonic(values, weights)
+        self.flat = [self._table[0], *(value for value in self._table for _ in range(self.block))]
 
 
 class RoundView:
@@ -169,16 +173,22 @@ class RoundView:
         self._cost, self._speed, self._keys_s = cost, speed, keys_s
         self._steps: dict[int, StepTimes] = {}
         self._factor: dict[int, float] = {}
+        self._known: dict[tuple[int, int], float] = {}
 
     def draft(self, drafter: int, times: StepTimes, factor: float = 1.0) -> None:
         """Steps of `drafter` take `factor` times `times`, by sequences."""
         self._steps[drafter], self._factor[drafter] = times, factor * self._speed
 
     def pass_s(self, rows: int) -> float:
-        return self._speed * self._cost._rows_s(rows) + self._keys_s
+        flat = self._cost.flat
+        return self._speed * (flat[rows] if rows < len(flat) else self._cost._rows_s(rows)) + self._keys_s
 
     def step_s(self, drafter: int, sequences: int) -> float:
-        return self._factor[drafter] * self._steps[drafter].at(sequences)
+        known = self._known.get((drafter, sequences))
+        if known is None:
+            known = self._factor[drafter] * self._steps[drafter].at(sequences)
+            self._known[drafter, sequences] = known
+        return known
 
     def block_s(self, context: int) -> float:
         """Of one more block of queries over `context` tokens."""

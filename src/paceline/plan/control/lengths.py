@@ -95,6 +95,7 @@ class Plan:
 
 _NOTHING = Pick()
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # steps of a costly drafter that are tried for a batch
+_PATIENCE = 2
 _LOOK_AHEAD = 8  # rows over which the price of a row is averaged when drafters are compared
 
 
@@ -134,8 +135,13 @@ def _together(state: Seq[Contender], cost: RoundCost, load: Load, plain: Plan) -
     best = _assign_and_scan(state, None, 0, cost, base, plain, plain)
     for drafter in sorted({o.drafter for c in state for o in c.options if o.drafter is not None}):
         deepest = max(len(o.survival) for c in state for o in c.options if o.drafter == drafter)
+        misses = 0
         for depth in (d for d in _DEPTHS if d < deepest * 2):
-            best = _assign_and_scan(state, drafter, depth, cost, base, plain, best)
+            found = _assign_and_scan(state, drafter, depth, cost, base, plain, best)
+            misses = 0 if found is not best else misses + 1
+            if misses == _PATIENCE:  # deeper ones go on losing; twice allows for a step of the cost
+                break
+            best = found
     return best
 
 
