@@ -66,6 +66,8 @@ def test_counters_are_what_the_answers_say(server: Running) -> None:
 
 
 def test_names_stand_in_the_document_and_the_dashboard(server: Running) -> None:
+    server.post("/v1/chat/completions", CHAT)
+    server.http.get("/nowhere")
     exported = {name for name, _ in scrape(server)}
     for path in (ROOT / "docs/server.md", ROOT / "docs/grafana.json"):
         named = set(re.findall(r"paceline_([a-z0-9_]+)", path.read_text(encoding="utf-8")))
@@ -144,6 +146,27 @@ def test_keys_are_asked_for(locked: Running) -> None:
     assert locked.http.get("/v1/models", headers=raw).status_code == 401
     assert locked.http.get("/health").status_code == locked.http.get("/").status_code == 200
     assert [m.id for m in locked.client("key-b").models.list()] == ["tiny"]
+
+
+def test_a_second_turn_takes_the_first_over_within_a_tenant(locked: Running) -> None:
+    """And its text is that of a cold start."""
+    turns = [{"role": "user", "content": "the quick brown fox " * 90}]
+    body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+    def ask(key: str) -> tuple[str, int, int]:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = locked.http.post("/v1/chat/completions", json=body | {"messages": turns}, headers=headers).json()
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
+
+    said, length, cached = ask("key-a")
+    assert length > 512 and cached == 0
+    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "and then?"}]
+    warm, longer, again = ask("key-a")
+    cold, _, other = ask("key-b")
+    assert warm == cold and other == 0, "another tenant starts from nothing"
+    assert 512 <= again < longer
 
 
 def test_drafters_learn_within_a_tenant(locked: Running) -> None:

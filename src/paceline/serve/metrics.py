@@ -12,7 +12,7 @@ from collections import deque
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.core.output import Delta
+from paceline.core.output import DecodeStats, Delta
 from paceline.core.records import StepRecord
 from paceline.decode.engine import Engine
 from paceline.serve.live import Live
@@ -57,7 +57,11 @@ class Metrics:
 
     def _requests(self) -> None:
         r = self.registry
-        self._prompt = Counter("paceline_prompt_tokens", "Prompt tokens computed", registry=r)
+        self._prompt = Counter("paceline_prompt_tokens", "Tokens of the prompts taken", registry=r)
+        self._cached = Counter(
+            "paceline_prefix_cache_hits", "Prompt tokens taken from earlier requests, of all choices", registry=r
+        )
+        self._preempted = Counter("paceline_num_preemptions", "Choices that yielded their memory", registry=r)
         self._generated = Counter("paceline_generation_tokens", "Tokens emitted", registry=r)
         self._lossy = Counter("paceline_lossy_tokens", "Tokens emitted under a rule that is not exact", registry=r)
         self._ended = Counter("paceline_request_success", "Choices ended, by reason", ["finished_reason"], registry=r)
@@ -119,6 +123,11 @@ class Metrics:
 
     def prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)
+
+    def ended(self, stats: DecodeStats) -> None:
+        """A choice has ended with these counters."""
+        self._cached.inc(stats.cached_tokens)
+        self._preempted.inc(stats.preemptions)
 
     def delta(self, delta: Delta, now: float, arrived: float, before: float | None) -> None:
         """A delivery to a choice whose last one was at `before`, None for its first."""

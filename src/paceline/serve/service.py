@@ -174,6 +174,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(job.sequences[0].stats.cached_tokens for job in jobs)},
             "speculation": {
                 "drafter": settings.drafter,
                 "verify": settings.verify,

@@ -178,6 +178,7 @@ class EngineThread:
             if delta.finish_reason is not None:
                 job.left -= 1
                 self.held -= 1
+                self.metrics.ended(job.sequences[delta.choice].stats)
             job.reply.put(replace(delta, choice=job.first + delta.choice))
 
     def _opened(self, job: Job, error: Exception | None) -> None:
