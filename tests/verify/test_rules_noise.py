@@ -18,8 +18,15 @@ from scipy import stats
 
 from paceline.core.proposal import Dense, Proposal, TargetToken
 from paceline.decode.verify.block import verify_block
-from paceline.decode.verify.chances import RoundNoise, positive_part
-from paceline.decode.verify.noise import Purpose, exponential_noise, position_key, request_key, uniform_noise
+from paceline.decode.verify.chances import RoundNoise, first_to_arrive, positive_part
+from paceline.decode.verify.noise import (
+    Purpose,
+    exponential_noise,
+    position_key,
+    position_keys,
+    request_key,
+    uniform_noise,
+)
 from paceline.decode.verify.rejection import verify_rejection
 
 P, Q = np.array([0.02, 0.48, 0.5]), np.array([0.4, 0.45, 0.15])
@@ -185,6 +192,21 @@ def test_answers_are_those_of_the_slow_twin() -> None:
             assert noise.accept(ahead, token, number + 1e-9) and not noise.accept(ahead, token, number - 1e-9)
         assert noise.draw(ahead, weights, "recovered") == twins.draw(weights.numpy(), residual)[0]
         assert noise.draw(ahead, weights, "bonus") == twins.draw(weights.numpy(), target)[0]
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 2500, 5000])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "few", "one"])
+def test_the_first_to_arrive_is_found_without_looking_at_all(vocab: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    weights = torch.rand(vocab, generator=generator, dtype=torch.float64)
+    if kind == "peaked":
+        weights = weights.pow(40)
+    elif kind != "flat":
+        kept = torch.randperm(vocab, generator=generator)[: 1 if kind == "one" else 7]
+        weights = torch.zeros_like(weights).index_copy_(0, kept, weights[kept] + 0.1)
+    for key in position_keys(5, torch.arange(40), Purpose.RESIDUAL):
+        noise = exponential_noise(key.unsqueeze(0), torch.arange(vocab))[0]
+        assert first_to_arrive(weights, key.unsqueeze(0)) == int((noise / weights).argmin())
 
 
 def test_no_number_is_used_for_two_things() -> None:

@@ -17,9 +17,18 @@ import torch
 from torch import Tensor
 
 from paceline.core.proposal import Dense, OneHot, Proposal, Sparse, TargetToken
-from paceline.decode.verify.noise import Purpose, exponential_noise, position_key
+from paceline.decode.verify.noise import (
+    Purpose,
+    block_members,
+    block_minima,
+    exponential_noise,
+    position_key,
+)
+from paceline.decode.verify.support import block_maxima, members
 
-__all__ = ["Chances", "RoundNoise", "draft_row", "positive_part"]
+__all__ = ["Chances", "RoundNoise", "draft_row", "first_to_arrive", "positive_part"]
+
+_BLOCKS = 64  # looked into before all are
 
 
 class Chances(Protocol):
@@ -54,9 +63,27 @@ class RoundNoise:
             if kind == "bonus"
             else position_key(self.key, position, Purpose.RESIDUAL, self.first_position)
         )
-        ids = (weights > 0).nonzero().squeeze(1)
-        noise = exponential_noise(torch.tensor([key], device=weights.device), ids)[0]
-        return int(ids[(noise / weights[ids]).argmin()])
+        return first_to_arrive(weights, torch.tensor([key], device=weights.device))
+
+
+def first_to_arrive(
+    weights: Tensor,  # [vocab] float64, at least one above 0
+    key: Tensor,  # [1] int64
+) -> int:
+    """argmin of the key's noise over the weights. Looks into the blocks of ids that can hold it: a block's smallest
+    noise over its largest weight is no later than any of its members.
+    """
+    row = weights.unsqueeze(0)
+    maxima = block_maxima(row)
+    bounds = block_minima(key, maxima.shape[1]) / maxima
+    for count in (_BLOCKS, maxima.shape[1]):
+        nearest = bounds.topk(min(count + 1, bounds.shape[1]), largest=False)
+        ids, noise = block_members(key, nearest.indices[:, :count])
+        arrivals = noise / members(row, ids).clamp_(min=0.0)
+        first = int(arrivals.argmin())
+        if count >= bounds.shape[1] or bool(arrivals[0, first] < nearest.values[0, count]):
+            break
+    return int(ids[0, first])
 
 
 def draft_row(
