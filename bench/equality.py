@@ -3,11 +3,12 @@
     python bench/equality.py --model MODEL --output FILE [--dtype bfloat16] [--deterministic]
 
 Greedy and seeded sampling (temperature 0.8, top-p 0.9) of 48 prompts of spec_bench and 16 of code_edit, 64
-tokens each. The base is plain decoding of 8 prompts at a time. Against it: every drafter (`model` is the
-target drafting for itself) at 7 drafts a round on all prompts; at 1, 3 and 15, and one prompt at a time, on
-every fourth; in float32 also the greedy texts of Transformers' `generate`, which may part only where its
-logits put our token less than 0.001 below its own. In bfloat16 batches are as large as passes of up to 32
-rows allow, or, with `--deterministic`, as in float32 (but for Transformers).
+tokens each; a model without a chat template continues the plain text. The base is plain decoding of 8 prompts
+at a time. Against it: every drafter (`model` is the target drafting for itself) at 7 drafts a round on all
+prompts; at 1, 3 and 15, and one prompt at a time, on every fourth; in float32 also the greedy texts of
+Transformers' `generate`, which may part only where its logits put our token less than 0.001 below its own. In
+bfloat16 batches are as large as passes of up to 32 rows allow, or, with `--deterministic`, as in float32 (but
+for Transformers).
 
 FILE has a line for every (temperature, arm, draft length, batch, prompt); started again with the same
 arguments the program goes on where it was. The table is Markdown on stdout, progress is on stderr. Exit code
@@ -21,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,7 @@ from paceline.bench.workloads import load_workload
 from paceline.core.output import Completion
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.model.checkpoint import inspect_checkpoint, load_checkpoint
+from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import RequestFailed, UsageError
 
@@ -181,8 +183,15 @@ def load_prompts(args: argparse.Namespace) -> dict[str, list[int]]:
     prompts = {}
     for kind, count in (("spec_bench", args.spec_bench), ("code_edit", args.code_edit)):
         for prompt in load_workload(kind, args.shared / "workloads", count).prompts if count else ():
-            prompts[f"{kind}/{prompt.id}"] = tokenizer.encode_chat(prompt.messages)
+            prompts[f"{kind}/{prompt.id}"] = encode(tokenizer, prompt.messages)
     return prompts
+
+
+def encode(tokenizer: TextTokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """By the model's chat template; of a base model, which has none, the plain text is continued."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat(messages)
+    return tokenizer.encode("\n\n".join(message["content"] for message in messages))
 
 
 def run_ours(args: argparse.Namespace, work: Work) -> None:

@@ -209,7 +209,7 @@ def test_inspection_reads_no_weights_and_agrees(tmp_path: Path) -> None:
         assert info.parameters == model.num_parameters()
         assert info.parameters_read == model.num_parameters() - VOCABULARY * 64
         assert info.vocab_size == VOCABULARY - 10
-        assert info.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
+        assert info.kv_bytes(10, 2) == 2 * 10 * 2 * 2 * 16 * 2
         assert info.weight_bytes(2) == 2 * info.parameters
 
 

@@ -52,7 +52,12 @@ def info(
 ) -> CheckpointInfo:
     size = vocab_size if tokenizer is None else tokenizer.size
     config = SimpleNamespace(
-        vocab_size=rows or size, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, num_attention_heads=4
+        model_type="llama",
+        vocab_size=rows or size,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_attention_heads=4,
     )
     return CheckpointInfo(name, config, tokenizer, frozenset(), size, positions, parameters, parameters)
 
@@ -202,7 +207,7 @@ def test_a_draft_with_a_shorter_context() -> None:
     level, text = topics(examine_pair(target, draft, LOAD, 1 << 40))["draft context"]
     assert level is Level.WARN
     assert "from token 48 on it proposes nothing" in text
-    assert memory_need(target, draft, LOAD).draft_kv == 2 * 48 * draft.kv_bytes_per_token(2)
+    assert memory_need(target, draft, LOAD).draft_kv == 2 * draft.kv_bytes(48, 2)
     too_long = replace(LOAD, context_tokens=101)
     assert topics(examine_pair(target, draft, too_long, 1 << 40))["context"][0] is Level.ERROR
 

@@ -112,6 +112,8 @@ def _module(checkpoint: Checkpoint) -> Any:
     module.tie_weights()
     with torch.device("cpu"):
         module.model.rotary_emb = type(module.model.rotary_emb)(checkpoint.config)
+    if (scale := getattr(module.model.embed_tokens, "scalar_embed_scale", None)) is not None:
+        module.model.embed_tokens.embed_scale = torch.tensor(scale)  # Gemma's, a buffer that no file holds
     left = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
     assert not left, f"the Transformers module was left without weights in {left[:4]}"
     return module.eval()

@@ -15,7 +15,7 @@ import torch
 
 from paceline.decode.model.experts import fuse_experts
 from paceline.decode.model.families import check_family
-from paceline.decode.model.features import head_width
+from paceline.decode.model.features import features_of, head_width, windowed_layers
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.decode.model.gguf_model import gguf_config, gguf_tensors
 from paceline.decode.model.gguf_tokenizer import gguf_end_ids, gguf_tokenizer, gguf_vocab_size
@@ -26,6 +26,7 @@ from paceline.decode.model.safetensors_files import (
     folder_tokenizer,
 )
 from paceline.decode.model.source import ModelSource, SourceKind, resolve_source
+from paceline.decode.model.spans import Ring
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import ModelFormatError
 
@@ -76,10 +77,12 @@ class CheckpointInfo:
     def weight_bytes(self, bytes_per_weight: int) -> int:
         return self.parameters * bytes_per_weight
 
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Keys and values of one token over all layers."""
-        heads = self.config.num_key_value_heads
-        return 2 * self.config.num_hidden_layers * heads * head_width(self.config) * bytes_per_value
+    def kv_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Keys and values of a sequence of `tokens`; a layer with a sliding window holds no more than its ring."""
+        windowed = windowed_layers(self.config)
+        most = Ring.holding(self.config.sliding_window).rows if any(windowed) else 0
+        kept = sum(min(tokens, most) if narrow else tokens for narrow in windowed)
+        return 2 * kept * self.config.num_key_value_heads * head_width(self.config) * bytes_per_value
 
 
 def load_checkpoint(
@@ -146,6 +149,7 @@ def _open_gguf(source: ModelSource) -> _Opened:
     file = GGUFFile(source.path)
     config = gguf_config(file)
     check_family(config, str(source.path))
+    features_of(config)
     tokenizer = gguf_tokenizer(file)
     return _Opened(
         config=config,
@@ -159,6 +163,7 @@ def _open_gguf(source: ModelSource) -> _Opened:
 def _open_folder(source: ModelSource) -> _Opened:
     config = folder_config(source.path)
     check_family(config, str(source.path))
+    features_of(config)
     tokenizer = folder_tokenizer(source.path)
     size = config.vocab_size if tokenizer is None else min(tokenizer.size, config.vocab_size)
     return _Opened(

@@ -185,15 +185,14 @@ _OTHER_DRAFT = "Use a draft of the same family and tokenizer, or a drafter witho
 
 def memory_need(target: CheckpointInfo, draft: CheckpointInfo | None, load: Load) -> MemoryNeed:
     """Bytes at full batch and context; the workspace is batch * (D + 1) float32 rows of the vocabulary."""
-    tokens = load.batch * load.context_tokens
-    draft_tokens = 0 if draft is None else load.batch * min(load.context_tokens, draft.max_positions)
+    draft_tokens = 0 if draft is None else min(load.context_tokens, draft.max_positions)
     rows = load.batch * (load.draft_length + 1)
     draft_bytes = load.draft_bytes_per_value
     return MemoryNeed(
         target_weights=target.weight_bytes(load.target_bytes_per_value),
         draft_weights=0 if draft is None else draft.weight_bytes(draft_bytes),
-        target_kv=tokens * target.kv_bytes_per_token(load.target_bytes_per_value),
-        draft_kv=0 if draft is None else draft_tokens * draft.kv_bytes_per_token(draft_bytes),
+        target_kv=load.batch * target.kv_bytes(load.context_tokens, load.target_bytes_per_value),
+        draft_kv=0 if draft is None else load.batch * draft.kv_bytes(draft_tokens, draft_bytes),
         verify_workspace=rows * target.config.vocab_size * 4 * _WORKSPACE_COPIES,
     )
 

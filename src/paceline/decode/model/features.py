@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import UnsupportedModel
 
-__all__ = ["Features", "Routing", "features_of"]
+__all__ = ["Features", "Routing", "features_of", "head_width", "windowed_layers"]
 
 _GEMMA = ("gemma2", "gemma3_text")
 _QUERY_KEY_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
@@ -79,8 +79,10 @@ def features_of(config: Any) -> Features:
         raise UnsupportedModel(f"activation {activation!r} is not supported; allowed: {', '.join(_ACTIVATIONS)}")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModel("this model looks at later tokens too (use_bidirectional_attention): it cannot decode")
+    if kind == "gemma3_text" and config.attn_logit_softcapping is not None:
+        raise UnsupportedModel("attn_logit_softcapping has no effect in Gemma 3; take it out of the config")
     gemma = kind in _GEMMA
-    windowed = _windowed(config)
+    windowed = windowed_layers(config)
     per_type = "full_attention" in config.rope_parameters or "sliding_attention" in config.rope_parameters
     routing = _routing(config)
     return Features(
@@ -110,8 +112,8 @@ def head_width(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _windowed(config: Any) -> tuple[bool, ...]:
-    """By layer; a config without `layer_types` means the same for all."""
+def windowed_layers(config: Any) -> tuple[bool, ...]:
+    """Whether each layer sees a sliding window; a config without `layer_types` means the same for all."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) if config.model_type != "mistral" else None
     if types is None:
