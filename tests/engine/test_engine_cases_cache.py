@@ -138,7 +138,7 @@ def test_sd_17_positions_over_committed_tokens(lab: Lab, plan: list[int] | None,
 
 
 @FAULTS
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "qwen3_next", "lfm2", "kimi_linear", "recurrent_gemma"])
 def test_sd_19_recurrent_models_are_refused_by_name(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, fault: bool
 ) -> None:

@@ -25,8 +25,20 @@ _RECURRENT = frozenset(
         *("granitemoehybrid", "granitehybrid", "falcon_h1", "falcon-h1", "plamo2", "plamo3", "olmo_hybrid"),
         *("rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "recurrent_gemma", "kimi_linear", "kimi-linear"),
         *("qwen3_next", "qwen3next", "qwen3_5", "qwen3_5_text", "qwen35", "minimax", "lfm2", "lfm2_moe"),
-        *("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2moe"),
+        *("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2moe", "nemotron_h_moe"),
     }
+)
+_COMPRESSED = frozenset({"deepseek_v2", "deepseek_v3", "deepseek2", "deepseek_v32", "minicpm3", "glm_dsa"})
+_WITH_IMAGES = frozenset(
+    {
+        *("gemma3", "gemma3n", "gemma4", "mistral3", "llama4", "mllama", "phi4_multimodal"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    }
+)
+_REASONS = (
+    (_RECURRENT, "its recurrent state cannot be rolled back after a rejected draft, so it cannot be decoded exactly"),
+    (_COMPRESSED, "its cache holds compressed keys (latent attention), which there is no storage for yet"),
+    (_WITH_IMAGES, "it reads more than text; a checkpoint of its text model alone may be of a supported type"),
 )
 
 
@@ -37,14 +49,8 @@ def one_line(error: BaseException) -> str:
 
 def refuse_architecture(name: str, where: str, allowed: list[str]) -> NoReturn:
     """Raises `UnsupportedModel` for the architecture `name`, with the reason where it is a known one."""
-    if name in _RECURRENT:
-        raise UnsupportedModel(
-            f"{where} is a {name} model: its recurrent state cannot be rolled back after a rejected draft, "
-            f"so it cannot be decoded exactly; allowed: {', '.join(allowed)}."
-        )
-    raise UnsupportedModel(
-        f"{where} is a {name} model, which is not supported; allowed: {', '.join(allowed)}."
-    )
+    reason = next((f": {why}" for names, why in _REASONS if name in names), ", which is not supported")
+    raise UnsupportedModel(f"{where} is a {name} model{reason}; allowed: {', '.join(allowed)}.")
 
 
 def check_family(config: Any, where: str) -> None:
