@@ -1,8 +1,8 @@
 """A mixture of experts whose rows keep their bits: what a row gets depends on no other row's routing.
 
 Each expert's product is over the rows that chose it, padded as the model's `RowPolicy` pads a prompt chunk, so that
-how many others chose the same expert does not show (tried like every product). The
-parts of a row are added in the order of the experts. Products never span two pieces of a pass.
+how many others chose the same expert does not show (tried like every product). The parts of a row are added in the
+order of the experts. Products never span two pieces of a pass.
 
 On disk the experts of a layer are separate weights (`fuse_experts`), or stacked with gate and up apart, as in GGUF
 (`join_gate_and_up`); both bring them into the form of Transformers' modules: one weight for all, gate and up joined.
