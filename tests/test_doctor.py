@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import save_folder, tiny_backend, tiny_model, write_gguf
 from tokenizers import Tokenizer, decoders
@@ -126,6 +126,7 @@ def test_vocabularies_that_hardly_overlap_are_refused_with_the_overlap() -> None
     st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8),
     st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8),
 )
+@settings(deadline=None)
 def test_overlap_against_a_slow_twin(ours: list[str], theirs: list[str]) -> None:
     overlap = compare_vocabularies(words(*ours), words(*theirs))
     pairs = list(zip(ours, theirs, strict=False))
