@@ -22,7 +22,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.decode.verify.noise import block_members, block_minima, exponential_noise
 from paceline.decode.verify.options import apply_options, has_options
 from paceline.decode.verify.prefix import PrefixState
-from paceline.decode.verify.support import argmax, block_maxima, kept_tokens, members, row_mass, scaled
+from paceline.decode.verify.support import argmax, block_maxima, kept_tokens, largest, members, row_mass, scaled
 from paceline.errors import RequestFailed
 
 __all__ = [
@@ -107,8 +107,13 @@ def leading_tokens(
         ids, keep = kept
         scores = scaled(real.gather(1, ids), top, params.temperature) - exponential_noise(keys, ids).log_()
         scores.masked_fill_(~keep, -math.inf)
-    shares, order = scores.softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
-    return _winner_first(ids.gather(1, order), draw(logits, params, prefix, paths, keys)), shares.float()
+    values, order = scores.topk(min(max(count, 2), scores.shape[1]), dim=-1)
+    ids = ids.gather(1, order)
+    for row in _too_close(values):
+        one = slice(row, row + 1)
+        ids[row] = _first(int(draw(logits[one], params, prefix, paths[one], keys[one])), ids[row])
+    shares = (values - scores.logsumexp(-1, keepdim=True)).exp_()
+    return ids[:, :count], shares[:, :count].float()
 
 
 def _scores_of_blocks(
@@ -121,16 +126,24 @@ def _scores_of_blocks(
 
 
 def _leaders(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    shares, ids = logits.float().softmax(-1).topk(min(count, logits.shape[1]), dim=-1)
-    return ids, shares.nan_to_num(0.0)
+    """The most probable tokens of each row and their probabilities at temperature 1; 0 in rows without a finite top."""
+    logits = logits.float()
+    values, ids = largest(logits, min(count, logits.shape[1]), block_maxima(logits))
+    top = values[:, :1]
+    shares = scaled(values, top, 1.0).exp_() / row_mass(logits, top, 1.0)
+    return ids, shares.masked_fill_(~top.isfinite(), 0.0).float()
 
 
-def _winner_first(ids: Tensor, winners: Tensor) -> Tensor:
-    """`ids` [rows, n] with each row's winner in front: rounding and blocks not seen may have hidden it."""
-    for row in (ids[:, 0] != winners).nonzero().flatten().tolist():
-        rest = [token for token in ids[row].tolist() if token != winners[row]]
-        ids[row] = ids.new_tensor([int(winners[row]), *rest][: ids.shape[1]])
-    return ids
+def _too_close(values: Tensor) -> list[int]:  # [rows, n], in order
+    """Rows whose winner does not stand clear of rounding."""
+    if values.shape[1] < 2:
+        return []
+    return (values[:, 0] - values[:, 1] <= _AMBIGUOUS).nonzero().flatten().tolist()
+
+
+def _first(winner: int, ids: Tensor) -> Tensor:
+    """`ids` [n] with the winner in front."""
+    return ids.new_tensor([winner, *(token for token in ids.tolist() if token != winner)][: len(ids)])
 
 
 def processed_logits(
