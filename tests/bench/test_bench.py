@@ -23,7 +23,7 @@ from paceline.bench.summary import summarise_bench
 from paceline.cli import main
 from paceline.errors import InvalidParameter
 from paceline.plan.probe_file import Drafts, ReplayedText, short_name
-from paceline.report.bench_text import bench_text, unexcused
+from paceline.report.bench_text import bench_text, broken, unexcused
 
 ARMS = [ArmSpec("plain", None, 0), ArmSpec("auto", "auto", None), ArmSpec("a D=2", "a", 2), ArmSpec("a D=4", "a", 4)]
 
@@ -175,7 +175,9 @@ def test_pl_12_arms_with_other_outputs_are_flagged(gap: float | None) -> None:
     s = summarise_bench(results, ARMS, {"model": "m", "processor": "p", "max_tokens": 20}, gap=lambda r, i: gap)
     (parting,) = s["partings"]
     assert (parting["arm"], parting["token"], parting["gap"]) == ("auto", 20, gap)
-    assert len(unexcused(s)) == (0 if gap == 0.001 else 1)
+    assert len(unexcused(s)) == len(broken(s)) == (0 if gap == 0.001 else 1)
+    wide = {**s, "partings": [{**parting, "concurrency": 4}]}
+    assert broken(wide) == [], "passes of up to 64 rows"
     assert "1 of 1 texts part from plain's" in bench_text(s)
     few = summarise_bench(results, ARMS, {"model": "m", "processor": "p", "max_tokens": 20})["notes"]
     assert any("1 rounds" in note for note in few)

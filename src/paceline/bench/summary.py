@@ -277,7 +277,7 @@ def _oracle(runs: Sequence[Run], probe: ProbeFile, names: Sequence[str], base: s
         reached = {a: paired_ratio(own, a, base).mean for a in names if a != base}
         shares = {a: v / bound for a, v in reached.items() if v is not None}
         rows.append({"temperature": temperature, "kind": kind, "gain": bound, "reached": shares})
-    return rows
+    return sorted(rows, key=lambda r: (r["temperature"], r["kind"] == MIX))
 
 
 # -- texts -------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from typing import Any
 from paceline.plan.probe_file import short_name
 from paceline.report.plan_text import table
 
-__all__ = ["TIE", "bench_text", "unexcused"]
+__all__ = ["TIE", "bench_text", "broken", "unexcused"]
 
 Row = Mapping[str, Any]
 TIE = 0.05  # in log-probabilities: two tokens nearer than this are all but tied in 16 bit
 _SHOWN = 20
+_SURE_ROWS, _LONGEST = 32, 15  # docs/exactness.md; drafts of the controller at most
 
 
 def bench_text(s: Row) -> str:
@@ -26,6 +27,12 @@ def unexcused(s: Row) -> list[Row]:
     """Partings from the base's texts that are no near tie, nor another library's; an unknown gap is no tie."""
     own = [p for p in s["partings"] if p["arm"] != "transformers"]
     return [p for p in own if p["gap"] is None or p["gap"] > TIE]
+
+
+def broken(s: Row) -> list[Row]:
+    """Of those, the ones that contradict what is promised: texts are the same in passes of up to `_SURE_ROWS` rows."""
+    longest = {a["name"]: _LONGEST if a["draft_length"] is None else a["draft_length"] for a in s["arms"]}
+    return [p for p in unexcused(s) if p["concurrency"] * (1 + longest[p["arm"]]) <= _SURE_ROWS]
 
 
 def _head(s: Row) -> str:
@@ -46,9 +53,9 @@ def _speeds(s: Row, load: tuple[float, int, str]) -> str:
         rows.append(
             (
                 c["kind"], c["arm"], c["prompts"], _number(c["user_tokens_per_s"], 1), _number(c["tokens_per_s"], 1),
-                _ratio(c["ratio"]), _ratio(c["throughput_ratio"]),
-                _ratio(c["ratio_without_loops"]) if c["loops"] else "", _number(c["acceptance_length"], 2),
-                _number(c["first_ms"], 0), f"{c['same']} of {c['compared']}" if c["compared"] else "",
+                *((_ratio(c[k]) if c["arm"] != s["base"] else "") for k in ("ratio", "throughput_ratio")),
+                _ratio(c["ratio_without_loops"]) if c["loops"] and c["arm"] != s["base"] else "",
+                _number(c["acceptance_length"], 2), _number(c["first_ms"], 0), f"{c['same']} of {c['compared']}" if c["compared"] else "",
             )
         )  # fmt: skip
     base = s["base"]
