@@ -149,7 +149,16 @@ def test_the_best_fixed_arm_is_picked_on_one_half_and_held_against_on_the_other(
     assert auto["ratio"]["mean"] == pytest.approx(2.0) and auto["acceptance_length"] == 2.0
     assert auto["tokens_per_s"] == pytest.approx(4 * 21 / 4.4)
     assert next(p for p in s["positions"] if p["arm"] == "a D=4")["acceptance"] == [[1.0, 40], [0.0, 40]]
-    assert "best fixed" in bench_text(s)
+    assert "best fixed" in bench_text(s) and auto["saved"] is None
+
+
+def test_time_saved_live_stands_beside_the_paired() -> None:
+    told = run("0", "auto", 1.5)
+    told = Run(told.key, replace(told.sample, saved_s=0.4))
+    results = [block(run("0", "plain", 2.0)), block(told)]
+    s = summarise_bench(results, ARMS, {"model": "m", "processor": "p", "max_tokens": 20})
+    auto = next(c for c in s["cells"] if c["arm"] == "auto")
+    assert auto["saved"] == {"paired_s": 0.5, "live_s": 0.4} and "as reckoned live" in bench_text(s)
 
 
 def test_rounds_are_held_against_passes_of_the_same_minutes() -> None:

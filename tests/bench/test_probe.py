@@ -84,6 +84,14 @@ def test_a_probe_measures_and_tells(
     assert all(a["low"] <= a["gain"] <= a["high"] and 0 <= a["regret"] < 1 for a in summary["advice"])
     assert all(a["gain"] <= a["oracle"] + 1e-9 for a in summary["advice"]), "nothing beats hindsight"
     check_page(page)
+    told = ["run", model, "--prompt", "the fox", "--max-tokens", "12", "--dtype", "float32", "--threads", "1", "--json"]
+    drafts = ["--draft", "auto", "--draft", model]
+    assert main([*told, *drafts, "--probe", str(output)]) == 0
+    started = json.loads(capsys.readouterr().out)
+    assert main([*told, "--draft", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == started["token_ids"]
+    assert main([*told[:-2], "2", "--probe", str(output)]) == 2
+    assert "threads 1 there and 2 here" in capsys.readouterr().err
     assert main([*arguments, "--against", str(output)]) == 0
     out = capsys.readouterr().out
     assert "what to run" in out and "against the earlier probe" in out

@@ -175,6 +175,7 @@ def _sample(one: _Running, records: Sequence[StepRecord]) -> Sample:
         target_s=sum(r.verify_s for r in rounds),
         draft_s=sum(r.draft_s for r in rounds),
         other_s=sum(r.other_s for r in rounds),
+        saved_s=stats.saved_s if one.choice.request.draft.draft_length is None else None,
         lengths=tuple(r.proposed for r in rounds),
         kept=tuple(r.accepted for r in rounds),
     )

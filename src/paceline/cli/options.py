@@ -96,6 +96,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--deterministic", action="store_true", help="rows independent in passes of any size (costs speed)"
     )
+    group.add_argument("--probe", type=Path, metavar="FILE", help="start the controller from a probe of this model")
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a record per round as JSON lines")
 
 
@@ -157,6 +158,7 @@ def build_llm(
         max_batch=max_batch,
         deterministic=args.deterministic,
         trace=args.trace,
+        probe=args.probe,
         on_record=on_record,
         progress=show_progress,
     )

@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         "--controller",
         action="append",
         metavar="NAME",
-        help="plain, oracle, or DRAFTER:D for a fixed length; repeatable (default: all of these)",
+        help="auto, plain, oracle, or DRAFTER:D for a fixed length; repeatable (default: all of these)",
     )
     p.add_argument("--batch", type=int, default=1, metavar="N", help="alike sequences together (default: 1)")
     p.add_argument("--probe", type=Path, metavar="FILE", help="take the prices from this probe")

@@ -27,7 +27,9 @@ from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, ch
 from paceline.decode.verify.leniency import Leniency, check_leniency
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
+from paceline.plan.control.from_probe import check_same_engine
 from paceline.plan.control.records import DraftAlarm
+from paceline.plan.probe_file import ProbeFile, read_probe
 
 __all__ = ["LLM", "Prompt", "TokenStream", "pick_dtype"]
 
@@ -53,6 +55,7 @@ class LLM:
     max_batch     sequences decoded together
     deterministic rows independent in passes of any size, at some cost in large batches
     prefix_cache  keep what finished sequences computed, for later requests of their tenant that begin likewise
+    probe         file of `paceline probe` over this model: the controller starts from it instead of from priors
     trace         file for one record per sequence and round
     on_record     receives the same records as they are made
 
@@ -77,6 +80,7 @@ class LLM:
         deterministic: bool = False,
         prefix_cache: bool = True,
         trace: Path | None = None,
+        probe: Path | None = None,
         on_record: Callable[[StepRecord], None] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -118,6 +122,7 @@ class LLM:
             load=lambda spec: self._load_draft(spec, drafting, progress),
             stop_ids=self.checkpoint.eos_token_ids,
             keep=prefix_cache,
+            probe=None if probe is None else self._read_probe(probe, decoder),
         )
         self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size, relaxed)
         check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))
@@ -259,6 +264,12 @@ class LLM:
         if translation is not None:
             self.notes.append(f"{spec} has another tokenizer, its drafts are translated: {translation.overlap}")
         return DraftModel(*_load(spec, dtype, self.device, progress), translation)
+
+    def _read_probe(self, path: Path, decoder: LlamaDecoder) -> ProbeFile:
+        probe = read_probe(path)
+        dtype = str(self.dtype).removeprefix("torch.")
+        check_same_engine(probe, dtype, decoder.weight_bytes, torch.get_num_threads())
+        return probe
 
     def _context(self, asked: int | None) -> int:
         own = self.checkpoint.max_positions

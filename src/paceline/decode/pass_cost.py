@@ -56,9 +56,9 @@ def time_passes(
     return StepTimes(times.rows, times.seconds, max(0.0, best[-1] - times.at(sequences)) / pairs if pairs > 0 else 0.0)
 
 
-def live_cost(model: TargetModel, max_batch: int, max_draft: int) -> LiveCost:
-    """The controller's cost of passes of `model`, seeded by timing some."""
+def live_cost(model: TargetModel, max_batch: int, max_draft: int, seed: StepTimes | None = None) -> LiveCost:
+    """The controller's cost of passes of `model`, seeded by `seed` or, without one, by timing some."""
     largest = min(max_batch * (1 + max_draft), model.max_positions)
     policy = model.row_policy
-    seed = time_passes(model, largest, min(max(max_batch, 4), 8))
+    seed = seed or time_passes(model, largest, min(max(max_batch, 4), 8))
     return LiveCost(seed, policy.multiple, max(largest, 64), policy.kv_block)

@@ -28,7 +28,7 @@ Curve = tuple[list[float], list[float]]  # widths, seconds
 
 
 class PassTable:
-    """See the module's docstring. `points` need two widths of at least one batch at one context."""
+    """See the module's docstring. `points` need two widths of a batch at one context; `slopes` are a and b."""
 
     def __init__(self, points: Sequence[PassTime], value: Callable[[PassTime], float] | None = None) -> None:
         value = value or (lambda point: point.median_s)
@@ -41,8 +41,8 @@ class PassTable:
             if p.context == self.base:
                 curves[p.batch].append((p.width, value(p), len(p.seconds)))
         self._curves: dict[int, Curve] = {b: _rising(sorted(c)) for b, c in sorted(curves.items())}
-        self._slopes = (0.0, 0.0)
-        self._slopes = _fit([p for p in points if p.context != self.base], value, self)
+        self.slopes = (0.0, 0.0)
+        self.slopes = _fit([p for p in points if p.context != self.base], value, self)
 
     @property
     def batches(self) -> list[int]:
@@ -61,7 +61,7 @@ class PassTable:
             low, high = known[right - 1], known[right]
             t0, t1 = _on(self._curves[low], width), _on(self._curves[high], width)
             flat = t0 + (t1 - t0) * (batch - low) / (high - low)
-        extra = 0.0 if context is None else batch * (context - self.base) * (self._slopes[0] + self._slopes[1] * width)
+        extra = 0.0 if context is None else batch * (context - self.base) * (self.slopes[0] + self.slopes[1] * width)
         return max(flat + extra, 0.25 * flat)
 
     def free_rows(self, tolerance: float = 0.1, batch: int = 1) -> int:

@@ -18,7 +18,7 @@ _SURE_ROWS, _LONGEST = 32, 15  # docs/exactness.md; drafts of the controller at 
 
 def bench_text(s: Row) -> str:
     """Speeds first, then what they rest on, then what does not hold."""
-    parts = [_head(s), *(_speeds(s, load) for load in _loads(s)), _best_fixed(s), _oracle(s), _predicted(s),
+    parts = [_head(s), *(_speeds(s, load) for load in _loads(s)), _best_fixed(s), _saved(s), _oracle(s), _predicted(s),
              _partings(s), _notes(s)]  # fmt: skip
     return "\n\n".join(p for p in parts if p)
 
@@ -55,7 +55,8 @@ def _speeds(s: Row, load: tuple[float, int, str]) -> str:
                 c["kind"], c["arm"], c["prompts"], _number(c["user_tokens_per_s"], 1), _number(c["tokens_per_s"], 1),
                 *((_ratio(c[k]) if c["arm"] != s["base"] else "") for k in ("ratio", "throughput_ratio")),
                 _ratio(c["ratio_without_loops"]) if c["loops"] and c["arm"] != s["base"] else "",
-                _number(c["acceptance_length"], 2), _number(c["first_ms"], 0), f"{c['same']} of {c['compared']}" if c["compared"] else "",
+                _number(c["acceptance_length"], 2), _number(c["first_ms"], 0),
+                f"{c['same']} of {c['compared']}" if c["compared"] else "",
             )
         )  # fmt: skip
     base = s["base"]
@@ -71,6 +72,18 @@ def _best_fixed(s: Row) -> str:
         for r in s["best_fixed"]
     ]
     head = ("T", "at once", "memory", "best fixed, picked on half", "auto over it, on the other half (95 %)")
+    return table(head, rows) if rows else ""
+
+
+def _saved(s: Row) -> str:
+    kinds = {c["kind"] for c in s["cells"]}
+    rows = [
+        (f"{c['temperature']:g}", c["concurrency"], c["pool"], c["arm"], f"{c['saved']['paired_s']:.1f}",
+         f"{c['saved']['live_s']:.1f}")
+        for c in s["cells"]
+        if c["saved"] is not None and (c["kind"] == "mix" or len(kinds) == 1)
+    ]  # fmt: skip
+    head = ("T", "at once", "memory", "arm", f"seconds saved, paired with {s['base']}", "as reckoned live")
     return table(head, rows) if rows else ""
 
 

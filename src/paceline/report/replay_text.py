@@ -19,7 +19,7 @@ def replay_text(probe: ProbeFile, outcomes: Sequence[Outcome], batch: int) -> st
     head = f"{probe.model}: {len(texts)} texts, {sum(t.tokens - 1 for t in texts)} tokens of rounds, {batch} at once"
     rows = [
         (
-            short_name(o.policy), f"{o.seconds:.2f}", f"{o.tokens * batch / o.seconds:.1f}", f"{o.over_plain:.2f}",
+            _name(o.policy), f"{o.seconds:.2f}", f"{o.tokens * batch / o.seconds:.1f}", f"{o.over_plain:.2f}",
             f"{100 * o.of_oracle:.0f} %", "" if o.acceptance_length is None else f"{o.acceptance_length:.2f}",
             f"{o.mean_length:.2f}", _often(o),
         )
@@ -27,6 +27,11 @@ def replay_text(probe: ProbeFile, outcomes: Sequence[Outcome], batch: int) -> st
     ]  # fmt: skip
     columns = ("controller", "seconds", "tokens/s", "over plain", "of the best", "AL", "mean D", "mostly")
     return head + "\n" + table(columns, rows)
+
+
+def _name(policy: str) -> str:
+    drafter, colon, length = policy.rpartition(":")
+    return f"{short_name(drafter)}:{length}" if colon and length.isdigit() else policy
 
 
 def _often(o: Outcome) -> str:

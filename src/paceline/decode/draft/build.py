@@ -17,6 +17,9 @@ from paceline.decode.model.checkpoint import Checkpoint
 from paceline.decode.model.overlap import Translation
 from paceline.decode.pass_cost import live_cost, time_passes
 from paceline.errors import UsageError
+from paceline.plan.control.cost import StepTimes
+from paceline.plan.control.from_probe import draft_steps, pass_steps, teach
+from paceline.plan.probe_file import ProbeFile
 
 __all__ = ["DraftModel", "DrafterSet", "begin", "build_drafters", "check_needs", "parse_drafts", "share_target"]
 
@@ -94,11 +97,12 @@ def build_drafters(
     load: Callable[[str], DraftModel],
     stop_ids: frozenset[int] = frozenset(),
     keep: bool = True,
+    probe: ProbeFile | None = None,
 ) -> DrafterSet:
     """Drafters for `specs`. The model-free ones are always there for requests to name.
 
     `load` brings the draft model of a path; `stop_ids` end the target's texts; `keep` lets draft models go on from what
-    they computed for sequences that ended.
+    they computed for sequences that ended. With a `probe` of this engine the controller starts from what it measured.
     """
     drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
     models: dict[str, TargetModel] = {}
@@ -113,8 +117,14 @@ def build_drafters(
             drafters[str(spec)] = _model_drafter(draft, str(spec), max_batch, stop_ids, keep)
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, "none")
-    candidates = [_candidate(d, models.get(name), max_batch) for name, d in drafters.items()]
-    auto = AutoDrafter(candidates, live_cost(target, max_batch, max_draft))
+    timed = {} if probe is None else {d.name: draft_steps(d) for d in probe.drafters}
+    candidates = [
+        Candidate(d, timed.get(name) or _steps(models.get(name), max_batch)) for name, d in drafters.items()
+    ]
+    seed = None if probe is None else pass_steps(probe)
+    auto = AutoDrafter(candidates, live_cost(target, max_batch, max_draft, seed))
+    if probe is not None:
+        teach(auto.controller, probe)
     drafters["auto"] = auto
     kinds = [spec for spec in specs if spec.kind != "auto"]
     alone = len(specs) == 1 and len(kinds) == 1
@@ -131,5 +141,5 @@ def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset
     return ModelDrafter(model, name=name, max_positions=positions, slots=slots, stop_ids=ends, keep=keep)
 
 
-def _candidate(drafter: Drafter, model: TargetModel | None, max_batch: int) -> Candidate:
-    return Candidate(drafter, None if model is None else time_passes(model, max(32, max_batch)))
+def _steps(model: TargetModel | None, max_batch: int) -> StepTimes | None:
+    return None if model is None else time_passes(model, max(32, max_batch))
