@@ -24,7 +24,7 @@ from toy import Lab, Scripted, ToyModel, hashed, request
 import paceline.decode.verify.chances as chances_module
 from paceline.core.proposal import Dense, OneHot, Proposal, Sparse
 from paceline.core.sampling import SamplingParams
-from paceline.decode.draft.auto import AutoDrafter, Candidate
+from paceline.decode.draft.auto import AutoDrafter, Candidate, mild_cost
 from paceline.decode.draft.base import SequenceView
 from paceline.decode.draft.cut import cut
 from paceline.decode.draft.draws import draft_key
@@ -34,6 +34,7 @@ from paceline.decode.verify.noise import Purpose, exponential_noise, position_ke
 from paceline.decode.verify.probabilities import to_probs
 from paceline.decode.verify.rules import RULES
 from paceline.errors import InvalidParameter
+from paceline.plan.control.cost import StepTimes
 
 WIDTH, PROMPT = 3, (1,)
 FALSE_ALARM = 1e-4
@@ -212,7 +213,7 @@ class Doubtful(Scripted):
 def test_auto_cuts_what_it_has_seen_only_where_that_is_allowed(lab: Lab, rule: str) -> None:
     """A costly candidate is asked for a length chosen before; its doubts then shorten what is verified, or may not."""
     drafter = Doubtful(sampler().propose_one)
-    auto = AutoDrafter([Candidate(drafter, token_cost=0.001)], cost=lambda rows: 1.0 + 0.02 * (rows - 1))
+    auto = AutoDrafter([Candidate(drafter, StepTimes((1, 2), (0.001, 0.001)))], mild_cost(0.02))
     engine = lab.engine(ToyModel(TARGET, WIDTH), {"auto": auto}, max_context=64, max_draft=4)
     temperature = 0.0 if rule == "greedy" else 1.0
     lab.one(engine, request(PROMPT, draft="auto", verify=rule, temperature=temperature, seed=3, max_tokens=40))
