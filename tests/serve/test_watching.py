@@ -63,6 +63,9 @@ def test_counters_are_what_the_answers_say(server: Running) -> None:
     assert after["num_requests_running", ()] == after["num_requests_waiting", ()] == 0
     assert after["kv_cache_usage_ratio", ()] == 0
     assert 1 <= after["spec_decode_acceptance_length", ()] <= 5
+    saved = sum(t["seconds_saved"] for t in told)
+    assert saved != 0 and after["spec_decode_net_seconds_saved", ()] == server.server.service.llm.saved_s != 0
+    assert {after["spec_decode_useless_draft", (name,)] for name in ("ngram", "suffix")} <= {0, 1}
 
 
 def test_names_stand_in_the_document_and_the_dashboard(server: Running) -> None:
@@ -90,6 +93,7 @@ def test_live_says_what_ran(server: Running) -> None:
     server.post("/v1/chat/completions", CHAT)
     told = server.http.get("/live").json()
     assert told["tokens_total"] - before == 50
+    assert told["saved_s"] == server.server.service.llm.saved_s and isinstance(told["alarms"], list)
     assert {"model", "drafter", "drafters", "running", "waiting", "seconds", "minute", "now"} <= told.keys()
     minute = told["minute"]
     assert len(minute["drafted_at"]) == len(minute["accepted_at"]) > 0 and minute["first_token_p50_s"] > 0

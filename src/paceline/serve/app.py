@@ -120,7 +120,8 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     async def live() -> dict[str, Any]:
         drafter = service.llm.defaults.drafter
         told: dict[str, Any] = {"model": service.options.name, "drafter": drafter, "version": __version__}
-        told |= {"drafters": service.drafters}
+        told |= {"drafters": service.drafters, "alarms": [str(alarm) for alarm in service.llm.alarms]}
+        told["saved_s"] = service.llm.saved_s if service.controlled else None
         return told | service.metrics.live.snapshot()
 
     style = files("paceline.report").joinpath("page.css").read_text(encoding="utf-8")

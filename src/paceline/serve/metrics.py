@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -52,6 +54,10 @@ class Metrics:
         self._chosen = Gauge(name + "draft_length", "Mean draft length chosen, last minute", registry=r)
         self._length.set_function(lambda: self.live.recent().acceptance_length or math.nan)
         self._chosen.set_function(lambda: _number(self.live.recent().draft_length))
+        self._saved = Gauge(
+            name + "net_seconds_saved", "Seconds saved against plain decoding; below 0 where drafting lost", registry=r
+        )
+        self._useless = Gauge(name + "useless_draft", "1 for a drafter that does not pay here", by, registry=r)
         self._rounds = Counter("paceline_rounds", "Rounds of the engine, by kind", ["kind"], registry=r)
         self._parts = Counter("paceline_round_seconds", "Seconds of rounds, by part", ["part"], registry=r)
 
@@ -84,6 +90,12 @@ class Metrics:
         self._running = Gauge("paceline_num_requests_running", "Choices being decoded", registry=r)
         self._waiting = Gauge("paceline_num_requests_waiting", "Choices waiting for a slot", registry=r)
         self._usage = Gauge("paceline_kv_cache_usage_ratio", "Memory of the cache in use, 0 to 1", registry=r)
+
+    def watch(self, drafters: Iterable[str], saved_s: Callable[[], float], useless: Callable[[], list[str]]) -> None:
+        """Show the controller's books at every scrape: what was saved, and which of `drafters` are of no use."""
+        self._saved.set_function(saved_s)
+        for drafter in drafters:
+            self._useless.labels(drafter).set_function(partial(_is_in, drafter, useless))
 
     # -- engine thread -----------------------------------------------------------------------------------------
 
@@ -154,6 +166,10 @@ class Metrics:
     def text(self) -> bytes:
         """The scrape."""
         return generate_latest(self.registry)
+
+
+def _is_in(name: str, names: Callable[[], list[str]]) -> float:
+    return float(name in names())
 
 
 def _number(value: float | None) -> float:

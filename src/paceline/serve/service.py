@@ -54,6 +54,10 @@ class Service:
         self.texts = TokenTexts(llm.tokenizer)
         self.created = int(time.time())
         self.drafters = ("none", *llm.engine.drafters.drafters)
+        self.controlled = llm.draft_set.auto is not None
+        if self.controlled:
+            known = [name for name in self.drafters if name not in ("none", "auto")]
+            metrics.watch(known, lambda: llm.saved_s, lambda: [alarm.drafter for alarm in llm.alarms])
         self._digests = [(_digest(key), tenant) for key, tenant in options.keys.items()]
 
     @asynccontextmanager
@@ -184,6 +188,7 @@ class Answer:
                 "drafted": sum(s.stats.drafted for s in sequences),
                 "accepted": sum(s.stats.accepted for s in sequences),
                 "acceptance_length": emitted / rounds if rounds else None,
+                "seconds_saved": sum(s.stats.saved_s for s in sequences) if self._service.controlled else None,
             },
         }
 
