@@ -15,12 +15,16 @@ from probe_toys import made_up_probe
 from test_probe import check_page
 from tiny_models import save_folder, tiny_backend, tiny_model
 
-from paceline.bench.bench_run import ArmSpec, BlockResult, best_fixed
-from paceline.bench.loads import BlockTimes, Rounds
-from paceline.bench.paired import Run, RunKey, Sample
+from paceline.bench.bench_run import ArmSpec, BlockResult, best_fixed, engine_without_controller
+from paceline.bench.loads import BlockTimes, EngineLoad, Rounds
+from paceline.bench.paired import Run, RunKey, Sample, plan_blocks
 from paceline.bench.server_load import parse_server
 from paceline.bench.summary import summarise_bench
+from paceline.bench.workloads import open_workloads
 from paceline.cli import main
+from paceline.core.records import StepRecord
+from paceline.decode.llm import LLM
+from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
 from paceline.plan.probe_file import Drafts, ReplayedText, short_name
 from paceline.report.bench_text import bench_text, broken, unexcused
@@ -67,6 +71,20 @@ def test_arms_loads_pages_and_going_on(
     assert "all 64 texts compared are plain's" in capsys.readouterr().out
     assert main([*arguments, "--rounds", "1", "--max-tokens", "9"]) == 2
     assert "holds another run" in capsys.readouterr().err
+
+
+def test_the_controller_learns_from_its_own_rounds_alone(model: str, prompts: str) -> None:
+    """Fixed and plain arms run on an engine without it; on its own engine (the fault) it would hear of theirs."""
+    records: list[StepRecord] = []
+    llm = LLM(model, dtype="float32", threads=1, on_record=records.append)
+    (workload, _) = open_workloads([prompts], 2)
+    (block_of_fixed,) = plan_blocks([workload], ["ngram D=3"], 1, concurrencies=(2,))
+    assert llm.draft_set.auto is not None
+    table, cost = llm.draft_set.auto.controller.tables[0], llm.draft_set.auto.controller.cost
+    for engine, heard in ((engine_without_controller(llm, records), False), (llm.engine, True)):
+        samples, times = EngineLoad(llm, engine, DraftSettings("ngram", 3), records, 24)(block_of_fixed)
+        assert sum(s.drafted for s in samples) > 0 and times.tokens == sum(s.tokens for s in samples)
+        assert (table.outcomes(0) > 0) is heard and (cost.rounds > 0) is heard
 
 
 def test_a_screened_run_keeps_the_best_fixed_arms(

@@ -32,6 +32,8 @@ from paceline.bench.workloads import Workload
 from paceline.core.output import Completion, DecodeStats
 from paceline.core.records import StepRecord
 from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.auto import AutoDrafter
+from paceline.decode.engine import Engine
 from paceline.decode.llm import LLM
 from paceline.decode.model.checkpoint import load_checkpoint
 from paceline.decode.sequence import DraftSettings
@@ -225,6 +227,21 @@ def gap_between(
     return abs(known[output[index]] - known[other[index]])
 
 
+def engine_without_controller(llm: LLM, records: list[StepRecord]) -> Engine:
+    """A second engine over the same weights and drafters, with a cache of its own. The controller neither takes time
+    there nor learns from what others do."""
+    drafters = {n: d for n, d in llm.draft_set.drafters.items() if not isinstance(d, AutoDrafter)}
+    return Engine(
+        llm.engine.model,
+        vocab_size=llm.checkpoint.vocab_size,
+        eos_token_ids=llm.checkpoint.eos_token_ids,
+        drafters=drafters,
+        options=llm.engine.options,
+        new_pieces=None if llm.tokenizer is None else llm.tokenizer.stream,
+        on_record=records.append,
+    )
+
+
 def measure(
     llm: LLM,
     arms: Sequence[ArmSpec],
@@ -235,13 +252,15 @@ def measure(
 ) -> tuple[list[BlockResult], ProbeFile]:
     """Blocks of arms on one engine of ours, and what was measured beside them."""
     loads: dict[str, Load] = {}
+    alone = engine_without_controller(llm, records)
     for arm in arms:
         if arm.name == TRANSFORMERS:
             reference = Reference(load_checkpoint(llm.checkpoint.name, dtype=llm.dtype))
             loads[arm.name] = TransformersLoad(llm, reference, plan.max_tokens)
         else:
             settings = DraftSettings(arm.drafter or "none", arm.draft_length)
-            loads[arm.name] = EngineLoad(llm, settings, records, plan.max_tokens)
+            engine = llm.engine if arm.draft_length is None else alone
+            loads[arm.name] = EngineLoad(llm, engine, settings, records, plan.max_tokens)
     beside = Beside(llm, max(plan.concurrencies))
     found = run_blocks(plan, loads, results, progress, beside.sweep)
     kept = [row["probe"] for row in results.rows if row["row"] == "probe"]

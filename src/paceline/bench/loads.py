@@ -19,6 +19,8 @@ from paceline.bench.reference import Reference
 from paceline.bench.workloads import WorkloadPrompt
 from paceline.core.records import StepRecord
 from paceline.core.sampling import SamplingParams
+from paceline.decode.draft.build import share_target
+from paceline.decode.engine import Engine
 from paceline.decode.llm import LLM, completion
 from paceline.decode.sequence import DraftSettings, Request
 from paceline.decode.sequence import Sequence as Choice
@@ -83,10 +85,13 @@ class _Running:
 class EngineLoad:
     """An arm on an engine of ours.
 
+    llm       whose tokenizer and checkpoint these are
+    engine    that answers: without a controller for arms that do not ask it, so that it learns from its own alone
     records   the list that the engine's `on_record` appends to; emptied at every block
     """
 
     llm: LLM
+    engine: Engine
     settings: DraftSettings
     records: list[StepRecord]
     max_tokens: int
@@ -94,7 +99,8 @@ class EngineLoad:
     _ids: count[int] = field(default_factory=count)
 
     def __call__(self, block: Block) -> tuple[list[Sample], BlockTimes]:
-        engine = self.llm.engine
+        engine = self.engine
+        share_target(engine.drafters.drafters.values(), engine.model, engine.cache)
         waiting = [self._request(block, i) for i in range(len(block.prompts))]
         running: dict[str, _Running] = {}
         alive = 0
