@@ -274,9 +274,9 @@ def test_random_requests_through_a_small_cache(
         assert ran.tokens == (expected[: len(ran.tokens)] if ran.reason == "cancelled" else expected)
     check_all_free(engine)
     assert draft.cache.nbytes == 0 and draft.cache.free_slots == 5 and not chain.held
-    assert cancelled > count // 20
-    assert sum(c.stats.preemptions for c in choices) > count // 10
-    assert sum(c.stats.cached_tokens > 0 for c in choices) > count // (5 if policy else 20)
+    assert cancelled > count // 30
+    assert sum(c.stats.preemptions for c in choices) > count // 25
+    assert sum(c.stats.cached_tokens > 0 for c in choices) > count // (10 if policy else 40)
 
 
 def _answer(known: dict[tuple[int, ...], list[list[int]]], view: Any) -> list[int]:

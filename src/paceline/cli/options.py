@@ -94,6 +94,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="with --verify relaxed: typical:EPSILON,DELTA (default typical:0.09,0.3) or top:COUNT,MARGIN",
     )
     group.add_argument(
+        "--max-memory",
+        default="auto",
+        metavar="BYTES|auto",
+        help="for weights, caches and workspace, such as 6GiB (default: auto, 90 %% of what is free)",
+    )
+    group.add_argument(
         "--deterministic", action="store_true", help="rows independent in passes of any size (costs speed)"
     )
     group.add_argument("--probe", type=Path, metavar="FILE", help="start the controller from a probe of this model")
@@ -141,8 +147,10 @@ def build_llm(
     """The model and its drafters as asked for; says on stderr what `auto` picked."""
     require_engine()
     from paceline.decode.llm import LLM
+    from paceline.decode.memory import parse_bytes
     from paceline.decode.verify.leniency import parse_leniency
 
+    max_memory = parse_bytes(args.max_memory)
     llm = LLM(
         args.model,
         draft=args.draft or "auto",
@@ -156,6 +164,7 @@ def build_llm(
         threads=args.threads,
         max_context=args.max_context,
         max_batch=max_batch,
+        max_memory=max_memory,
         deterministic=args.deterministic,
         trace=args.trace,
         probe=args.probe,
@@ -167,6 +176,7 @@ def build_llm(
         print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
     picked = f"{dtype} on {llm.device}, loaded in {llm.load_s:.1f} s"
     say(f"{args.model}: {picked}; drafter: {llm.defaults.drafter}")
+    say(str(llm.memory))
     if llm.defaults.verify == "relaxed":
         say("--verify relaxed is not exact: the text does not have the target's own distribution")
     for note in llm.notes:
@@ -190,6 +200,8 @@ def speed_line(done: Completion) -> str:
     stats = done.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
     line = f"{len(done.token_ids)} tokens, {speed:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
+    if stats.cached_tokens:
+        line += f" ({stats.cached_tokens} tokens of the prompt were known)"
     if stats.acceptance_length is not None:
         line += f", AL {stats.acceptance_length:.2f} ({stats.accepted} of {stats.drafted} drafts accepted)"
         line += f", {abs(stats.saved_s):.1f} s {'saved' if stats.saved_s >= 0 else 'lost'} against plain decoding"

@@ -69,6 +69,7 @@ def result(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(done.token_ids),
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         },
         "rounds": stats.rounds,
         "acceptance_length": stats.acceptance_length,

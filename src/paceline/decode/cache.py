@@ -42,7 +42,7 @@ class KVCache:
     elsewhere the capacity of all slots grows in whole blocks when a request needs it. `rings` names, by layer, the
     ring of those that look back through a window (`layer_store.py`).
 
-    block    tokens of a block
+    block    tokens of a block, a part of KV_BLOCK
     budget   bytes that all slots together may take; None is all there are
     """
 
@@ -60,7 +60,7 @@ class KVCache:
         rings: Sequence[Ring | None] | None = None,
     ) -> None:
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.slots, self.limit = slots, self._whole(limit)
+        self.slots, self.limit = slots, -(-limit // KV_BLOCK) * KV_BLOCK  # keys are padded to whole KV_BLOCKs
         self.dtype, self.device = dtype, device
         self.capacity = 0
         shape = (slots, kv_heads, head_dim, dtype, device)

@@ -20,6 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
+from paceline.decode.memory import fit_memory
 from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
@@ -53,6 +54,8 @@ class LLM:
     threads       CPU threads; PyTorch's own choice where None
     max_context   tokens of prompt and answer; the model's own maximum, at most 4096, where None
     max_batch     sequences decoded together
+    max_memory    bytes for weights, caches and workspace; nine tenths of what is free where None. Where the model's own
+                  context does not fit, less is taken, unless max_context asks for it; `memory` says what fits
     deterministic rows independent in passes of any size, at some cost in large batches
     prefix_cache  keep what finished sequences computed, for later requests of their tenant that begin likewise
     probe         file of `paceline probe` over this model: the controller starts from it instead of from priors
@@ -77,6 +80,7 @@ class LLM:
         threads: int | None = None,
         max_context: int | None = None,
         max_batch: int = 8,
+        max_memory: int | None = None,
         deterministic: bool = False,
         prefix_cache: bool = True,
         trace: Path | None = None,
@@ -92,6 +96,7 @@ class LLM:
         _check_whole("threads", threads, 1)
         _check_whole("max_context", max_context, 2)
         _check_whole("max_batch", max_batch, 1)
+        _check_whole("max_memory", max_memory, 1)
         _check_fits(specs, draft_length, draft_dtype)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -105,10 +110,9 @@ class LLM:
                 stacklevel=2,
             )
         self.tokenizer = self.checkpoint.tokenizer
-        self.max_context = self._context(max_context)
         options = EngineOptions(
             max_batch=max_batch,
-            max_context=self.max_context,
+            max_context=self._context(max_context),
             deterministic=deterministic,
             prefix_cache=prefix_cache,
         )
@@ -127,12 +131,16 @@ class LLM:
         self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size, relaxed)
         check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))
         self.trace = self._open_trace(trace, model)
+        self.memory = fit_memory(
+            decoder, self.checkpoint.config, self.draft_set.drafters.values(), options, max_memory, max_context
+        )
+        self.max_context = self.memory.context
         self.engine = Engine(
             decoder,
             vocab_size=self.checkpoint.vocab_size,
             eos_token_ids=self.checkpoint.eos_token_ids,
             drafters=self.draft_set,
-            options=options,
+            options=replace(options, cache_bytes=self.memory.cache),
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
             on_record=_to_both(None if self.trace is None else self.trace.write, on_record),
         )

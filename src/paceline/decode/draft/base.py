@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.decode.cache import KVCache
     from paceline.decode.model.base import TargetModel
 
-__all__ = ["Drafter", "KeepsPrefixes", "Needs", "SequenceView", "SharesTarget"]
+__all__ = ["Drafter", "KeepsPrefixes", "Needs", "OwnsCache", "SequenceView", "SharesTarget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +133,14 @@ class KeepsPrefixes(Protocol):
     """A drafter that keeps state of ended sequences for later ones of their tenant."""
 
     def clear_prefixes(self) -> None: ...
+
+
+@runtime_checkable
+class OwnsCache(Protocol):
+    """A drafter with `needs.own_kv`: its weights and its cache are counted, and the cache gets a budget."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def own_cache(self) -> KVCache: ...

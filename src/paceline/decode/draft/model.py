@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.proposal import Dense, OneHot, Proposal, Verdict
-from paceline.decode.cache import MIN_SHARED
+from paceline.decode.cache import MIN_SHARED, KVCache
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.draws import draft_key, reports_probs
 from paceline.decode.draft.match import shared_length
@@ -121,6 +121,14 @@ class ModelDrafter:
         self._cut(state, shared)
         self.cache.shrink(state.slot)
         self._kept.append(state)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def own_cache(self) -> KVCache:
+        return self.cache
 
     def clear_prefixes(self) -> None:
         while self._kept:

@@ -91,6 +91,14 @@ class TranslatingDrafter:
         self.needs = replace(self._drafter.needs, tokenizer=True)
         self._texts: dict[int, Retokenizer] = {}
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def own_cache(self) -> KVCache:
+        return self._drafter.cache
+
     def begin(self, view: SequenceView) -> None:
         self._drafter.begin(view)
         self._texts[view.key] = Retokenizer(self._joint)

@@ -7,13 +7,11 @@ and context. Every finding says what would go wrong and what to do.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
+from paceline.decode.memory import LOGIT_COPIES, available_memory_bytes, show_bytes
 from paceline.decode.model.checkpoint import CheckpointInfo
 from paceline.decode.model.overlap import HasTokens, Translation, find_translation
 from paceline.decode.model.tokenizer import TextTokenizer
@@ -34,10 +32,7 @@ __all__ = [
 ]
 
 _EXAMPLES = 3
-# Logits, probabilities after the sampling options, and the draft's distribution, all float32.
-_WORKSPACE_COPIES = 3
 _HEAVY_DRAFT = 0.5
-_GIB = 1 << 30
 
 
 class Level(StrEnum):
@@ -193,7 +188,7 @@ def memory_need(target: CheckpointInfo, draft: CheckpointInfo | None, load: Load
         draft_weights=0 if draft is None else draft.weight_bytes(draft_bytes),
         target_kv=load.batch * target.kv_bytes(load.context_tokens, load.target_bytes_per_value),
         draft_kv=0 if draft is None else load.batch * draft.kv_bytes(draft_tokens, draft_bytes),
-        verify_workspace=rows * target.config.vocab_size * 4 * _WORKSPACE_COPIES,
+        verify_workspace=rows * target.config.vocab_size * 4 * LOGIT_COPIES,
     )
 
 
@@ -212,7 +207,7 @@ def examine_pair(
         findings.append(_weight(target, draft, load))
     if exit_layers is not None:
         findings.append(_early_exit(target, exit_layers))
-    findings.append(_memory(need, available_bytes))
+    findings.append(_memory(need, load, available_bytes))
     return PairReport(target.name, None if draft is None else draft.name, tuple(findings), need)
 
 
@@ -300,43 +295,23 @@ def _weight(target: CheckpointInfo, draft: CheckpointInfo, load: Load) -> Findin
     return Finding("draft weight", Level.OK, text)
 
 
-def _memory(need: MemoryNeed, available_bytes: int | None) -> Finding:
+def _memory(need: MemoryNeed, load: Load, available_bytes: int | None) -> Finding:
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {_size(value)}" for name, value in asdict(need).items() if value
+        f"{name.replace('_', ' ')} {show_bytes(value)}" for name, value in asdict(need).items() if value
     )
-    text = f"{_size(need.total)} at full batch and context ({parts})"
+    text = f"{show_bytes(need.total)} at full batch and context ({parts})"
     if available_bytes is None:
         return Finding(
             "memory", Level.WARN, f"{text}; how much is free here is not known.", "Compare it yourself."
         )
-    text = f"{text}; {_size(available_bytes)} are free."
+    text = f"{text}; {show_bytes(available_bytes)} are free."
     if need.total > available_bytes:
         advice = "Lower --batch or --context, use bfloat16, or take a smaller draft."
         return Finding("memory", Level.ERROR, f"it does not fit: {text}", advice)
-    return Finding("memory", Level.OK, text)
-
-
-def available_memory_bytes(device: str = "cpu", meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory that can still be had on `device`; None where the system does not say."""
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise InvalidParameter("device", device, "cpu, cuda or cuda:N")
-    if device.startswith("cuda"):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise InvalidParameter("device", device, "a device this machine has, here cpu")
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    values: Mapping[str, str] = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(values["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in values else None
+    each = (need.target_kv + need.draft_kv) // load.batch
+    fits = (available_bytes - need.total + need.target_kv + need.draft_kv) // max(each, 1)
+    return Finding("memory", Level.OK, f"{text} {fits} sequences of {load.context_tokens} tokens would fit.")
 
 
 def _shown(text: bytes) -> str:
     return text.decode("utf-8", errors="backslashreplace")
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 10 else f"{count / (1 << 20):.1f} MiB"
