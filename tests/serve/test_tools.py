@@ -26,11 +26,14 @@ TEXTS = {
     "cut off": 'So \n<tool_call>{"name": "ad',
     "end missing": f"x {TIME.removesuffix('</tool_call>')}",
     "plain": "No tools, just text.\n  ",
+    "bare": ' {"name": "add", "parameters": {"a": 1}}\n',
+    "bare but unknown": '{"name": "Ada", "arguments": "of old"} ',
+    "bare but text": "{x: 1} and <tool_call> so on",
 }
 
 
 def read(pieces: Sequence[str], scanner: ToolScanner | None = None) -> tuple[str, list[tuple[int, str, str]]]:
-    scanner = scanner or ToolScanner()
+    scanner = scanner or ToolScanner(["add"])
     found = [*(scanner.push(piece) for piece in pieces), scanner.flush()]
     return "".join(f.text for f in found), [(c.index, c.name, c.arguments) for f in found for c in f.calls]
 
@@ -49,7 +52,7 @@ def test_no_cut_changes_what_is_read(fault: bool) -> None:
     for name, text in TEXTS.items():
         whole = read([text])
         cuts = [[text[:i], text[i:]] for i in range(1, len(text))] + [list(text)]
-        wrong += [name for cut in cuts if read(cut, Forgetful() if fault else None) != whole]
+        wrong += [name for cut in cuts if read(cut, Forgetful(["add"]) if fault else None) != whole]
     assert bool(wrong) is fault, wrong
 
 
@@ -65,7 +68,8 @@ def test_what_is_read() -> None:
     text, calls = read([TEXTS["text around"]])
     assert text == "Let me see.Done." and [(i, n) for i, n, _ in calls] == [(0, "add"), (1, "time")]
     assert json.loads(calls[0][2]) == arguments and calls[1][2] == "{}"
-    for name in ("almost", "cut off", "plain"):
+    assert read([TEXTS["bare"]]) == ("", [(0, "add", '{"a": 1}')])
+    for name in ("almost", "cut off", "plain", "bare but unknown", "bare but text"):
         assert read([TEXTS[name]]) == (TEXTS[name], [])
     assert read([TEXTS["end missing"]]) == ("x", [(0, "time", "{}")])
 

@@ -33,7 +33,8 @@ async def chat_answer(service: Service, body: ChatRequest, tenant: str) -> Answe
     prompt = await asyncio.to_thread(service.chat_ids, template_messages(body.messages), tools)
     draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
     reply = await service.submit([prompt], params, draft, tenant)
-    writer = ChatWriter(service.texts, top is not None, _wants_tokens(body), tools=bool(tools))
+    names = [tool["function"]["name"] for tool in tools]
+    writer = ChatWriter(service.texts, top is not None, _wants_tokens(body), names)
     return Answer(service, reply, writer)
 
 

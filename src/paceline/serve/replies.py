@@ -8,7 +8,7 @@ characters cut across tokens keep their places.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class Choice:
     length: int = 0
     measuring: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
     spelling: codecs.IncrementalDecoder = field(default_factory=lambda: _decoder())
-    scanner: ToolScanner = field(default_factory=ToolScanner)
+    scanner: ToolScanner | None = None
 
     def place(self, raw: bytes) -> int:
         """Where a token with these bytes begins in the text, in characters."""
@@ -95,11 +95,11 @@ class Writer(Protocol):
 
 
 class ChatWriter:
-    """`chat.completion`. With `tools` the calls in an answer are taken out of its text."""
+    """`chat.completion`. With `tools` (their names) calls are taken out of the text."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts, logprobs: bool, tokens: bool, tools: bool = False) -> None:
+    def __init__(self, texts: TokenTexts, logprobs: bool, tokens: bool, tools: Collection[str] = ()) -> None:
         self._texts, self._logprobs, self._tokens, self._tools = texts, logprobs, tokens, tools
 
     def first(self, choice: Choice) -> dict[str, Any]:
@@ -125,6 +125,7 @@ class ChatWriter:
         """A delta's text and the calls it completes."""
         if not self._tools:
             return delta.text, []
+        choice.scanner = choice.scanner or ToolScanner(self._tools)
         found = choice.scanner.push(delta.text)
         if delta.finish_reason is None:
             return found.text, found.calls
@@ -136,7 +137,8 @@ class ChatWriter:
         if self._logprobs:
             logprobs = {"content": [self._entry(x) for d in deltas for x in d.logprobs], "refusal": None}
         reason: str | None = deltas[-1].finish_reason
-        rest = {"logprobs": logprobs, "finish_reason": _TOOLS if reason == "stop" and choice.scanner.calls else reason}
+        called = choice.scanner is not None and choice.scanner.calls > 0
+        rest = {"logprobs": logprobs, "finish_reason": _TOOLS if reason == "stop" and called else reason}
         return rest | token_list(self._texts, choice, deltas, self._tokens)
 
     def _entry(self, value: TokenLogprob) -> dict[str, Any]:

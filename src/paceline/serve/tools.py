@@ -1,15 +1,17 @@
 """Tool calls in a model's text: found as it streams, whatever the pieces it comes in.
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as the templates of Qwen, Hermes and their
-kin teach it. Whether a model writes so is read from its template; tools for another model are refused. Text that may
-become a call is held back until it is one or is not; what looks like a call and is no JSON of this shape stays text.
-The result does not depend on how the text is cut (case SD-29).
+kin teach it, or the whole answer is such an object and names one of the request's tools, as Llama 3 is taught and
+small models do anyway. Whether a model writes so is read from its template; tools for another model are refused. Text
+that may become a call is held back until it is one or is not (an answer that begins with a brace, to its end); what
+looks like a call and is none stays text. The result does not depend on how the text is cut (case SD-29).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,21 +44,25 @@ class Found:
 
 def writes_tool_calls(template: str) -> bool:
     """Whether a chat template takes tools and teaches calls that `ToolScanner` reads."""
-    return "tools" in template and _OPEN in template
+    return "tools" in template and (_OPEN in template or '{"name":' in template)
 
 
 class ToolScanner:
-    """Follows one answer. White space beside a call belongs to it."""
+    """Follows one answer of a model that was given the tools `names`. White space beside a call belongs to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
         self._held, self._inside, self._after_call = "", False, False
+        self._bare: bool | None = None  # whether the answer begins with a brace; None before it begins
         self._space = ""  # before the call that has begun
         self.calls = 0
 
     def push(self, text: str) -> Found:
         self._held += text
         found = Found()
-        while self._end_call(found) if self._inside else self._begin_call(found):
+        if self._bare is None and (begun := self._held.lstrip()):
+            self._bare = begun.startswith("{")
+        while not self._bare and (self._end_call(found) if self._inside else self._begin_call(found)):
             pass
         return found
 
@@ -67,6 +73,9 @@ class ToolScanner:
         if self._inside:
             self._inside = False
             self._take(held, found, held_text=_OPEN + held)
+        elif self._bare and (call := _parse(held, 0)) is not None and call.name in self._names:
+            found.calls.append(call)
+            self.calls += 1
         elif not (self._after_call and not held.strip()):
             found.text += held
         return found
