@@ -32,9 +32,9 @@ def prices_of(probe: ProbeFile) -> tuple[Prices, list[str]]:
     steps = {}
     for index, drafter in enumerate(probe.drafters):
         if drafter.steps:
-            points = sorted({p.batch: p.median_s for p in drafter.steps}.items())
-            if len(points) == 1:
-                points.append((points[0][0] + 31, points[0][1] * 1.5))
+            points = sorted((p.batch, p.median_s) for p in drafter.steps if p.batch <= 8)
+            row_s = (table.seconds(1, 64) - table.seconds(1, 32)) / 32 * points[0][1] / table.seconds(1, 1)
+            points.append((points[-1][0] + 64, points[-1][1] + 64 * row_s))  # reading, as dear as to the target
             steps[index] = StepTimes(tuple(b for b, _ in points), tuple(s for _, s in points))
     asked = [d.round_s for d in probe.drafters if not d.steps]
     return Prices(LiveCost(passes, 4, 256), steps, sum(asked) / max(len(asked), 1)), names

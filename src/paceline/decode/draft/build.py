@@ -142,4 +142,4 @@ def _model_drafter(draft: DraftModel, name: str, slots: int, stop_ids: frozenset
 
 
 def _steps(model: TargetModel | None, max_batch: int) -> StepTimes | None:
-    return None if model is None else time_passes(model, max(32, max_batch))
+    return None if model is None else time_passes(model, max(64, max_batch))

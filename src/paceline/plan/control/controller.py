@@ -36,26 +36,54 @@ _FIRST_CREDIT = 2.0
 _HORIZON = 32.0  # tokens a sequence is expected to emit yet, at least
 _TYPICAL = 128.0  # tokens of an answer, before any has ended
 _SMALL_ENTRY = 16  # tokens read to go on after a pause; more are an investment in the rest of the sequence
-_FIRST_STAY = 12.0
+_CAUTION = 1.5  # on what reading promises to bring in: it is paid at once and may bring nothing
+_LONGEST_STAY = 16.0
+_QUIET_PRIOR = 4.0  # rounds that "this text is like the others" counts as
+_QUIET_FADE = 0.97
+_ALL_QUIET_FADE = 0.995
 _LIKELY = 0.4
 _MODEL_PRIOR = 0.7  # acceptance of a draft model's drafts before any was seen: published pairs lie about here
 _UNSEEN_FADE = 0.985  # of what is known of a sequence, for each round in which a costly drafter was not seen
-_CHAIN = 0.05  # share by which a sequence's running averages follow the last round
+
+
+@dataclass(slots=True)
+class _Quiet:
+    """How much of a text no free drafter drafts: rounds and tokens, all and quiet ones, old ones fading."""
+
+    rounds: float
+    quiet_rounds: float
+    tokens: float
+    quiet_tokens: float
+
+    def add(self, quiet: bool, emitted: int, fade: float) -> None:
+        self.rounds = self.rounds * fade + 1.0
+        self.quiet_rounds = self.quiet_rounds * fade + quiet
+        self.tokens = self.tokens * fade + emitted
+        self.quiet_tokens = self.quiet_tokens * fade + emitted * quiet
+
+    def like(self, weight: float) -> _Quiet:
+        """The same shares, counted as `weight` rounds."""
+        share = weight / self.rounds
+        return _Quiet(weight, self.quiet_rounds * share, self.tokens * share, self.quiet_tokens * share)
+
+    @property
+    def token_share(self) -> float:
+        return self.quiet_tokens / self.tokens
+
+    @property
+    def stay(self) -> float:
+        """Quiet rounds in a row, on average."""
+        return min(self.rounds / max(self.rounds - self.quiet_rounds, 1e-9), _LONGEST_STAY)
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """learners by drafter; `waiting` rounds since each drafted, `run` rounds in a row in which it did, `stay` the
-    usual length of such runs; `matched` and `quiet`: running averages of the tokens a round brings where a free
-    drafter drafts (over all rounds), and where none does."""
+    """learners by drafter, and `waiting`: rounds since each drafted."""
 
     learners: list[Learner]
     waiting: list[int]
-    run: list[int]
-    stay: list[float]
+    quiet: _Quiet
     emitted: int = 0
-    matched: float = 0.0
-    quiet: float = 1.0
 
 
 class Controller:
@@ -75,6 +103,7 @@ class Controller:
         self._factor = [1.0] * len(drafters)  # measured over expected drafting time, at the target's speed
         self._seen = [0] * len(drafters)  # the round in which each last drafted
         self._sequences: dict[int, _Sequence] = {}
+        self._quiet, self._ended = _Quiet(10.0, 9.0, 14.0, 10.0), 0
         self._credit_s = _FIRST_CREDIT * cost.seconds(1, 0)
         self._plain_credit_s, self._since_plain, self._plain_loss_s = 0.0, 0, 0.0
         self._drafted, self._typical = False, _TYPICAL
@@ -85,12 +114,12 @@ class Controller:
     def begin(self, key: int, temperature: float = 0.0) -> None:
         temperatures = temperature_range(temperature)
         learners = [Learner(table, temperatures) for table in self.tables]
-        count = len(learners)
-        self._sequences[key] = _Sequence(learners, [0] * count, [0] * count, [_FIRST_STAY] * count)
+        self._sequences[key] = _Sequence(learners, [0] * len(learners), self._quiet.like(_QUIET_PRIOR))
 
     def end(self, key: int) -> None:
         emitted = self._sequences.pop(key).emitted
-        self._typical += 0.1 * (emitted - self._typical)
+        self._ended += 1
+        self._typical += max(1.0 / (self._ended + 2.0), 0.1) * (emitted - self._typical)
 
     @property
     def held(self) -> list[int]:
@@ -173,16 +202,16 @@ class Controller:
     def _entry_s(self, sequence: _Sequence, ask: Ask, drafter: int, missing: int) -> float:
         """Catch-up as charged to one round: spread over the rounds it will serve, as far as the past tells."""
         small = self._reading_s(drafter, min(missing, _SMALL_ENTRY))
-        charged = small / max(sequence.stay[drafter], float(sequence.run[drafter]), 1.0)
+        charged = small / sequence.quiet.stay
         if missing <= _SMALL_ENTRY:
             return charged
         more = self._reading_s(drafter, missing) - small
-        return charged + more * min(1.0, 2.0 / max(self._horizon(sequence, ask), 1.0))
+        return charged + more * min(1.0, _CAUTION * 2.0 / max(self._horizon(sequence, ask), 1.0))
 
     def _horizon(self, sequence: _Sequence, ask: Ask) -> float:
         """Tokens that rounds without a free drafter's drafts are expected to emit yet."""
         left = min(float(ask.room), max(_HORIZON, self._typical - sequence.emitted, 0.5 * sequence.emitted))
-        return left * sequence.quiet / (sequence.quiet + sequence.matched)
+        return left * sequence.quiet.token_share
 
     def _keep(self, choices: Seq[Choice], plan: Plan, view: RoundView) -> dict[int | None, float]:
         """By costly drafter: the least survival at which one more draft, and its row, earn their seconds."""
@@ -280,19 +309,13 @@ class Controller:
         """A sequence emitted so many tokens in a round in which `choice` was made for it."""
         sequence = self._sequences[key]
         sequence.emitted += emitted
-        free = choice.drafter is not None and self.drafters[choice.drafter].free
-        sequence.matched += _CHAIN * ((emitted if free else 0) - sequence.matched)
-        sequence.quiet += _CHAIN * ((0 if free else emitted) - sequence.quiet)
-        for index, run in enumerate(sequence.run):
-            if choice.drafter == index:
-                sequence.waiting[index], sequence.run[index] = 0, run + 1
-                continue
-            sequence.waiting[index] += 1
-            if not self.drafters[index].free:
+        quiet = choice.drafter is None or not self.drafters[choice.drafter].free
+        sequence.quiet.add(quiet, emitted, _QUIET_FADE)
+        self._quiet.add(quiet, emitted, _ALL_QUIET_FADE)
+        for index, facts in enumerate(self.drafters):
+            sequence.waiting[index] = 0 if choice.drafter == index else sequence.waiting[index] + 1
+            if choice.drafter != index and not facts.free:
                 sequence.learners[index].fade(_UNSEEN_FADE)
-            if run and choice.drafter is not None:  # another one took over; being of no use is no reason to leave
-                sequence.stay[index] += 0.25 * (run - sequence.stay[index])
-            sequence.run[index] = 0
         if choice.drafter is not None:
             self._seen[choice.drafter] = self.ledger.rounds
         if choice.risk_s is not None:
