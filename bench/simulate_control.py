@@ -16,28 +16,19 @@ from itertools import groupby
 from pathlib import Path
 
 from paceline.plan.control.controller import Controller
-from paceline.plan.control.cost import LiveCost, StepTimes
+from paceline.plan.control.cost import LiveCost
+from paceline.plan.control.from_probe import draft_steps, pass_steps
 from paceline.plan.control.offline import Fixed, OfflineText, Prices, run_offline
 from paceline.plan.control.records import DrafterFacts
-from paceline.plan.pass_table import PassTable
 from paceline.plan.probe_file import ProbeFile, ReplayedText, read_probe
 
 
 def prices_of(probe: ProbeFile) -> tuple[Prices, list[str]]:
     """Prices as probed, and the drafters by index. A pass costs what its rows cost one sequence."""
-    table = PassTable(probe.passes)
-    rows = tuple(range(1, 65))
-    passes = StepTimes(rows, tuple(table.seconds(1, r) for r in rows))
-    names = [d.name for d in probe.drafters]
-    steps = {}
-    for index, drafter in enumerate(probe.drafters):
-        if drafter.steps:
-            points = sorted((p.batch, p.median_s) for p in drafter.steps if p.batch <= 8)
-            row_s = (table.seconds(1, 64) - table.seconds(1, 32)) / 32 * points[0][1] / table.seconds(1, 1)
-            points.append((points[-1][0] + 64, points[-1][1] + 64 * row_s))  # reading, as dear as to the target
-            steps[index] = StepTimes(tuple(b for b, _ in points), tuple(s for _, s in points))
+    steps = {i: found for i, drafter in enumerate(probe.drafters) if (found := draft_steps(drafter)) is not None}
     asked = [d.round_s for d in probe.drafters if not d.steps]
-    return Prices(LiveCost(passes, 4, 256), steps, sum(asked) / max(len(asked), 1)), names
+    passes = LiveCost(pass_steps(probe), 4, 256)
+    return Prices(passes, steps, sum(asked) / max(len(asked), 1)), [d.name for d in probe.drafters]
 
 
 def offline(text: ReplayedText, names: Sequence[str]) -> OfflineText:
@@ -52,9 +43,7 @@ def report(path: Path, batches: Sequence[int], max_draft: int) -> None:
     print(f"{path.name}: {probe.model}, {', '.join(names)}")
     for batch in batches:
         facts = [DrafterFacts(name, prices.steps.get(i)) for i, name in enumerate(names)]
-        passes = prices.passes
-        seed = StepTimes(tuple(range(1, 65)), tuple(passes.seconds(r, 0) for r in range(1, 65)))
-        controller, ratios = Controller(facts, LiveCost(seed, passes.block, 256)), []
+        controller, ratios = Controller(facts, LiveCost(pass_steps(probe), 4, 256)), []
         for (task, temperature), group in groupby(texts, key=lambda t: (t.task, t.temperature)):
             some = [offline(t, names) for t in group]
             plain = run_offline(some, Fixed(None, 0), prices, batch, max_draft).seconds

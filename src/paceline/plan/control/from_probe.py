@@ -36,13 +36,12 @@ def pass_steps(probe: ProbeFile, batch: int = 1) -> StepTimes:
 
 
 def draft_steps(drafter: DrafterTimes) -> StepTimes | None:
-    """Seconds of a drafting step by sequences; None for a drafter without a model."""
+    """Seconds of a drafting step by sequences, and past them of reading tokens; None for a drafter without a model."""
     if not drafter.steps:
         return None
     points = sorted({p.batch: p.median_s for p in drafter.steps}.items())
-    if len(points) == 1:
-        batch, seconds = points[0]
-        points.append((batch + 31, seconds * (1 + 31 * _READING)))
+    batch, seconds = points[-1]
+    points.append((batch + _MOST_ROWS, seconds + _MOST_ROWS * _READING * points[0][1]))
     rising: list[float] = []
     for _, seconds in points:
         rising.append(max([seconds, *rising[-1:]]))
