@@ -107,7 +107,8 @@ def parse_draft(text: str, dtype: str = "bf16") -> Mechanism:
             ) from None
     if kind == "model" or (kind not in KINDS and not name):
         target = name or text
-        return Mechanism("model", model=find_model(target), name=target, dtype=dtype)
+        shown = target.rpartition("#model:")[2]  # of a probe's draft model its own path
+        return Mechanism("model", model=find_model(target), name=shown, dtype=dtype)
     return Mechanism(kind, name=name or None, dtype=dtype)
 
 
