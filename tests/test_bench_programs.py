@@ -114,3 +114,23 @@ def test_kinds_of_drafts_are_a_table(
     for name in ("plain", "auto", "auto+", "layer-skip:1", f"model:{model}"):
         assert f"\n| {name} | " in out
     assert "Texts that differ from plain's: none." in out
+
+
+@pytest.mark.parametrize("own_draft", [False, True], ids=["suffix", "model"])
+def test_trees_over_chains_is_a_table_for_each_batch(
+    own_draft: bool,
+    model: str,
+    prompts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", model, "--shared", prompts, "--kinds", "code_edit", "--prompts", "4", "--tokens", "6"]
+    arguments += ["--batch", "1", "4", "--threads", "1", "--dtype", "float32", "--max-context", "512"]
+    arguments += ["--arms", "plain", "chain:2", "tree:2/5", *(["--draft", model] if own_draft else [])]
+    assert call(program("trees"), monkeypatch, *arguments) == 0
+    out = capsys.readouterr().out
+    assert "batch 1," in out and "batch 4," in out and out.count("0 texts differ") == 2
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| tree:2/5")]
+    assert len(rows) == 2
+    assert not own_draft or all(float(row[1]) > 1 and float(row[2]) > 3 for row in rows)
+    assert call(program("trees"), monkeypatch, "--model", model, "--arms", "bush:2") == 2
