@@ -96,7 +96,7 @@ class Soak:
     def _alone(self) -> dict[tuple[str, int], list[int]]:
         options = EngineOptions(max_batch=1, max_context=CONTEXT, prefix_cache=False)
         engine = Engine(self.target, vocab_size=VOCABULARY, options=options)
-        texts = {}
+        texts: dict[tuple[str, int], list[int]] = {}
         for request in self.requests:
             sequences = engine.add(replace(request, draft=DraftSettings()))
             while engine.has_work:
@@ -226,8 +226,8 @@ def decoder(layers: int, seed: int, dtype: str) -> LlamaDecoder:
         initializer_range=0.3,
     )
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    weights = LlamaForCausalLM(config).to(kind).state_dict()
-    return LlamaDecoder(config, dict(weights), torch.device("cpu"))
+    weights = {name: value.to(kind) for name, value in LlamaForCausalLM(config).state_dict().items()}
+    return LlamaDecoder(config, weights, torch.device("cpu"))
 
 
 def resident_bytes() -> int:

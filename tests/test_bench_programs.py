@@ -134,3 +134,30 @@ def test_trees_over_chains_is_a_table_for_each_batch(
     assert len(rows) == 2
     assert not own_draft or all(float(row[1]) > 1 and float(row[2]) > 3 for row in rows)
     assert call(program("trees"), monkeypatch, "--model", model, "--arms", "bush:2") == 2
+
+
+def test_soak_runs_and_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.decode.cache import KVCache
+
+    module = program("soak")
+    monkeypatch.setattr(KVCache, "block", KVCache.block)  # the program makes it small
+    arguments = ["--requests", "8", "--rounds", "40", "--growth", "1"]
+    assert call(module, monkeypatch, *arguments) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["finished"] and not facts["different"] and not facts["held"]
+    monkeypatch.setattr(module.Soak, "_alone", lambda self, known=module.Soak._alone: _flipped(known(self)))
+    assert call(module, monkeypatch, *arguments) == 1
+
+
+def _flipped(texts: dict[tuple[str, int], list[int]]) -> dict[tuple[str, int], list[int]]:
+    """The last token of each another one."""
+    return {name: [*text[:-1], text[-1] ^ 1] for name, text in texts.items()}
+
+
+def test_second_turn_reuses_the_first(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", model, "--prefix", "200", "--rounds", "1", "--max-tokens", "3", "--dtype", "float32"]
+    assert call(program("second_turn"), monkeypatch, *arguments) == 0
+    (result,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert result["equal"] and result["cached"] > 100 and set(result["seconds"]) == {"cold", "warm", "new"}
