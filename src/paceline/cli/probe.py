@@ -21,7 +21,7 @@ from paceline.errors import InvalidParameter
 
 __all__ = ["add_parser", "run"]
 
-_BASE_S, _S_PER_GB = 40.0, 40.0
+_BASE_S, _S_PER_GB = 36.0, 40.0
 _MOST_TEXTS = 48  # of a kind
 
 
@@ -39,11 +39,11 @@ def add_parser(subparsers: Any) -> None:
         "--prompts",
         action="append",
         metavar="NAME|FILE",
-        help="a workload, or a file: JSON lines with `prompt`, or one a line; repeatable (default: sample)",
+        help="workloads or files: JSON lines with `prompt`, or one a line; repeatable or by commas (default: sample)",
     )
     p.add_argument("--temperature", default="0", metavar="T[,T]", help="answers at each of these (default: 0)")
     p.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of an answer (default: %(default)s)")
-    p.add_argument("--budget", type=float, metavar="SECONDS", help="in all (default: 40, and 40 a GB of weights)")
+    p.add_argument("--budget", type=float, metavar="SECONDS", help="in all (default: 36, and 40 a GB of weights)")
     p.add_argument("--against", type=Path, metavar="FILE", help="an earlier probe: what its plan loses under this one")
     p.add_argument("--output", type=Path, metavar="FILE", help="write what was measured")
     p.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
@@ -81,7 +81,8 @@ def _measure(args: argparse.Namespace) -> Any:
     temperatures = tuple(numbers("--temperature", args.temperature))
     if args.budget is not None and not args.budget > 0:
         raise InvalidParameter("--budget", args.budget, "a positive number of seconds")
-    workloads = open_workloads(args.prompts or ["sample"], _MOST_TEXTS)
+    names = [name for text in args.prompts or ["sample"] for name in text.split(",")]
+    workloads = open_workloads(names, _MOST_TEXTS)
     require_engine()
     from paceline.bench.probe import ProbeOptions, run_probe
     from paceline.decode.llm import LLM
