@@ -265,3 +265,10 @@ def test_a_real_tiny_pair_agrees_with_its_modules(tmp_path: Path) -> None:
     target = inspect_checkpoint(str(write_gguf(tmp_path / "m.gguf", model, backend=tiny_backend())))
     need = memory_need(target, None, LOAD)
     assert need.target_weights == sum(p.numel() * 2 for p in model.parameters())
+
+
+def test_windows_keep_no_more_than_their_rings(tmp_path: Path) -> None:
+    """One layer sees everything, the other 16 tokens, which take 1,024 rows and no more."""
+    model = tiny_model("gemma3_text", max_position_embeddings=8192)
+    found = inspect_checkpoint(str(save_folder(tmp_path, model, None)))
+    assert [found.kv_bytes(tokens, 2) for tokens in (100, 5000)] == [2 * n * 2 * 32 * 2 for n in (200, 6024)]
