@@ -32,7 +32,7 @@ __all__ = ["Controller", "node_survival"]
 
 _FLOOR = 0.02  # drafts less likely than this pay nowhere
 _MOST_CREDIT = 12.0  # plain rounds; bounds the trials in a row after a long quiet stretch
-_FIRST_CREDIT = 2.0
+_FIRST_CREDIT = 4.0  # plain rounds that trials may lose before any income
 _HORIZON = 32.0  # tokens a sequence is expected to emit yet, at least
 _TYPICAL = 128.0  # tokens of an answer, before any has ended
 _SMALL_ENTRY = 16  # tokens read to go on after a pause; more are an investment in the rest of the sequence
