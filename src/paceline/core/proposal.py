@@ -54,7 +54,8 @@ class Proposal:
 
     `parents[i]` is the index of the node that node i follows, or None where it follows the last committed
     token. Parents come before their children. `confidence[i]`, where a drafter has it, is its own estimate that
-    node i is accepted given its parent was.
+    node i is accepted given its parent was. The last `forced` nodes are not the drafter's: a grammar
+    allows nothing else there.
     """
 
     tokens: tuple[int, ...] = ()
@@ -62,6 +63,7 @@ class Proposal:
     distribution: Distribution = OneHot()
     drafter: str = "none"
     confidence: tuple[float, ...] | None = None
+    forced: int = 0
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):

@@ -1,6 +1,6 @@
 """Sampling parameters of one request: every field is honoured at every position of a verify block.
 
-Order of application, the same for draft and target: allowed tokens, minimum length, bad words, logit bias,
+Order of application, the same for draft and target: allowed tokens, grammar, minimum length, bad words, logit bias,
 penalties (repetition, presence, frequency), temperature, top-k, top-p, min-p. Temperature 0 is an exact one-hot
 on the highest logit before it. Returned log-probabilities are the model's own, before any of these.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+from paceline.core.grammar import Grammar
 from paceline.errors import InvalidParameter
 
 __all__ = ["SamplingParams"]
@@ -32,6 +33,7 @@ class SamplingParams:
     bad_words            token-id sequences that never appear in the output; a string stands for the ids the
                          tokenizer gives it alone and after a space (other spellings in tokens are not caught)
     allowed_token_ids    only these ids are ever produced; None allows all
+    grammar              what the whole output has to match; not with ignore_eos, for it ends with end-of-text
     min_tokens           end-of-text and stop ids are impossible before this many output tokens
     max_tokens           output tokens at most; None runs to the end of the context
     stop                 strings that end the output; the text ends before them, the ids with the token that
@@ -54,6 +56,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
     min_tokens: int = 0
     max_tokens: int | None = 256
     stop: tuple[str, ...] = ()
@@ -79,6 +82,8 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidParameter("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidParameter("ignore_eos", True, "False with a grammar, whose end is end-of-text")
         _whole("n", self.n, 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:

@@ -30,6 +30,7 @@ from paceline.decode.draft.auto import AutoDrafter
 from paceline.decode.draft.base import Drafter, KeepsPrefixes, SequenceView
 from paceline.decode.draft.build import DrafterSet, check_needs, share_target
 from paceline.decode.draft.cut import best_nodes
+from paceline.decode.draft.forced import with_forced
 from paceline.decode.judge import judge
 from paceline.decode.model.base import ForwardResult, TargetModel
 from paceline.decode.model.step import Span, StepInputs, build_inputs
@@ -47,6 +48,7 @@ from paceline.decode.queue import Queue
 from paceline.decode.room import new_room
 from paceline.decode.sequence import Phase, Request, Sequence, check_tree_size
 from paceline.decode.stopping import StopChecker, TextPieces
+from paceline.decode.verify.grammar import GrammarCompiler
 from paceline.decode.verify.leniency import check_leniency
 from paceline.decode.verify.noise import request_key
 from paceline.decode.verify.prefix import PrefixState
@@ -86,6 +88,7 @@ class Engine:
     vocab_size, eos_token_ids   of the target's tokenizer
     drafters                    those that requests may name, as a `DrafterSet` or plainly by name
     new_pieces                  a fresh incremental detokeniser; None decodes ids only
+    grammars                    compiles the grammars of requests; None refuses them
     on_record                   receives a StepRecord for every sequence in every round
     """
 
@@ -98,6 +101,7 @@ class Engine:
         drafters: DrafterSet | Mapping[str, Drafter] | None = None,
         options: EngineOptions | None = None,
         new_pieces: Callable[[], TextPieces] | None = None,
+        grammars: GrammarCompiler | None = None,
         on_record: Callable[[StepRecord], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -112,6 +116,7 @@ class Engine:
         check_needs(drafters.drafters, self.cache.layers, new_pieces is not None)
         share_target(drafters.drafters.values(), model, self.cache)
         self._new_pieces, self._on_record, self._clock = new_pieces, on_record, clock
+        self._grammars = grammars
         self._queue = Queue(self._room, o.max_batch, o.max_draft, self._drafter)
         self._waiting, self._running = self._queue.waiting, self._queue.running
         self._keys, self._round, self._started = count(), 0, clock()
@@ -240,6 +245,8 @@ class Engine:
                 size = batch[i].view.tree_size
                 assert size is None or len(proposal) <= size, f"{drafter.name}: {len(proposal)} nodes of {size}"
                 proposals[i] = best_nodes(proposal, self._free_rows(batch[i]) - 1)
+                if (grammar := batch[i].prefix.grammar) is not None:
+                    proposals[i] = with_forced(proposals[i], grammar, budget)
         return proposals
 
     def _tell_load(
@@ -469,6 +476,8 @@ class Engine:
             raise UsageError("the engine takes bad words as token ids; LLM turns text into them")
         if request.params.stop and self._new_pieces is None:
             raise UsageError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if request.params.grammar is not None and self._grammars is None:
+            raise UsageError("a grammar needs a tokenizer, and this model has none; use allowed_token_ids")
         settings = request.draft
         get_rule(settings.verify)
         if settings.verify == "greedy" and not request.params.greedy:
@@ -498,7 +507,11 @@ class Engine:
         limit = min(len(request.prompt) + output, self.options.max_context)
         if self._room.most_tokens is not None:
             limit = min(limit, self._room.most_tokens)
-        prefix = PrefixState(request.prompt, params, self.vocab_size, self.eos_token_ids)
+        grammar = None
+        if params.grammar is not None:
+            assert self._grammars is not None
+            grammar = self._grammars.start(params.grammar)
+        prefix = PrefixState(request.prompt, params, self.vocab_size, self.eos_token_ids, grammar)
         noise = request_key(seed, choice)
         view = SequenceView(
             key=next(self._keys),

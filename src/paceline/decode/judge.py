@@ -105,7 +105,9 @@ class _Probabilities(Seq["Tensor | None"]):
         return probs[0].double()
 
 
-def _draws(sequence: Sequence, proposal: Proposal, rows: Tensor) -> list[int]:
+def _draws(sequence: Sequence, proposal: Proposal, rows: Tensor) -> Seq[int]:
+    if sequence.prefix.grammar is not None and len(proposal):
+        return _LazyDraws(sequence, proposal, rows)
     positions = row_positions(proposal, len(sequence.tokens))
     keys = [position_key(sequence.noise_key, position, Purpose.TARGET) for position in positions]
     tokens = draw(
@@ -116,3 +118,20 @@ def _draws(sequence: Sequence, proposal: Proposal, rows: Tensor) -> list[int]:
         torch.tensor(keys, device=rows.device),
     )
     return [int(t) for t in tokens.tolist()]
+
+
+class _LazyDraws(Seq[int]):
+    """As `_draws`, each row's draw made when the walk gets there: masks of a grammar cost time."""
+
+    def __init__(self, sequence: Sequence, proposal: Proposal, rows: Tensor) -> None:
+        self._sequence, self._rows = sequence, rows
+        self._paths, self._positions = row_paths(proposal), row_positions(proposal, len(sequence.tokens))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, row: Any) -> Any:
+        one, sequence = slice(row, row + 1), self._sequence
+        key = position_key(sequence.noise_key, self._positions[row], Purpose.TARGET)
+        keys = torch.tensor([key], device=self._rows.device)
+        return int(draw(self._rows[one], sequence.request.params, sequence.prefix, self._paths[one], keys))

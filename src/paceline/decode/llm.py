@@ -25,6 +25,7 @@ from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, loa
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, check_tree_size
+from paceline.decode.verify.grammar import GrammarCompiler
 from paceline.decode.verify.leniency import Leniency, check_leniency
 from paceline.decode.verify.rules import get_rule
 from paceline.errors import InvalidParameter, UsageError
@@ -135,6 +136,7 @@ class LLM:
             decoder, self.checkpoint.config, self.draft_set.drafters.values(), options, max_memory, max_context
         )
         self.max_context = self.memory.context
+        self._grammars = self._new_grammars()
         self.engine = Engine(
             decoder,
             vocab_size=self.checkpoint.vocab_size,
@@ -142,6 +144,7 @@ class LLM:
             drafters=self.draft_set,
             options=replace(options, cache_bytes=self.memory.cache),
             new_pieces=None if self.tokenizer is None else self.tokenizer.stream,
+            grammars=self._grammars,
             on_record=_to_both(None if self.trace is None else self.trace.write, on_record),
         )
         self._post = _Post(self.engine)
@@ -238,7 +241,9 @@ class LLM:
         return Request(str(next(self._ids)), tuple(ids), self.resolve(params), draft, tenant)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """Bad words given as text, as token ids: as they stand alone and as they follow a space."""
+        """Bad words given as text, as token ids: as they stand alone and as they follow a space. Grammars are tried."""
+        if params.grammar is not None and self._grammars is not None:
+            self._grammars.check(params.grammar)
         if not any(isinstance(word, str) for word in params.bad_words):
             return params
         if self.tokenizer is None:
@@ -251,6 +256,16 @@ class LLM:
             else:
                 words.append(word)
         return replace(params, bad_words=tuple(dict.fromkeys(w for w in words if w)))
+
+    def _new_grammars(self) -> GrammarCompiler | None:
+        if self.tokenizer is None:
+            return None
+        return GrammarCompiler(
+            self.tokenizer.token_bytes,
+            self.tokenizer.special_ids,
+            self.checkpoint.vocab_size,
+            self.checkpoint.eos_token_ids,
+        )
 
     def _run(self, requests: Seq[Request]) -> list[RequestOutput]:
         queued: list[list[Sequence]] = []

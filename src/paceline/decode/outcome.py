@@ -38,9 +38,16 @@ class Outcome:
 
     @property
     def whole_verdict(self) -> Verdict | None:
-        """The verdict of a round, where all it says was emitted."""
+        """The verdict of a round, where all it says was emitted and is about the drafter's own nodes."""
         verdict = None if self.prefill else self.verdict
-        return verdict if verdict is not None and self.emitted == len(verdict.path) + 1 else None
+        if verdict is None or max(verdict.path, default=-1) >= self.own_drafts:
+            return None
+        return verdict if self.emitted == len(verdict.path) + 1 else None
+
+    @property
+    def own_drafts(self) -> int:
+        """Draft tokens that a drafter brought, not a grammar."""
+        return len(self.proposal) - self.proposal.forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +164,10 @@ def settle(autos: Seq[AutoDrafter], batch: Seq[Sequence], outcomes: Seq[Outcome]
         prefill=len(decoding) < len(batch),
     )
     for i in decoding:
-        request, proposal = batch[i].request, outcomes[i].proposal
-        if request.draft.draft_length is not None and len(proposal) and proposal.is_chain:
+        request, proposal, own = batch[i].request, outcomes[i].proposal, outcomes[i].own_drafts
+        if request.draft.draft_length is not None and own and proposal.is_chain:
             for auto in autos:
-                auto.saw_fixed(proposal.drafter, request.params.temperature, len(proposal), outcomes[i].accepted)
+                auto.saw_fixed(proposal.drafter, request.params.temperature, own, min(outcomes[i].accepted, own))
     saved = [auto.settle(facts) for auto in autos]
     for i, seconds in zip(decoding, saved[0], strict=True):
         batch[i].stats.saved_s += seconds

@@ -1,4 +1,4 @@
-"""Sampling options on logits: allowed tokens, minimum length, bad words, logit bias, penalties.
+"""Sampling options on logits: allowed tokens, grammar, minimum length, bad words, logit bias, penalties.
 
 Each is a function of the prefix at the row's own position: committed tokens plus the drafts before it on its
 path in the tree, nothing else. The order is that of `core/sampling.py`.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import SamplingParams
+from paceline.decode.verify.grammar import GrammarState
 from paceline.decode.verify.prefix import PrefixState
 
 __all__ = ["apply_options", "has_options"]
@@ -33,6 +34,7 @@ def has_options(params: SamplingParams, prefix: PrefixState) -> bool:
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids is not None
+        or prefix.grammar is not None
         or len(prefix.output) < params.min_tokens
     )
 
@@ -46,6 +48,8 @@ def apply_options(
     """The same tensor with every option applied at each row's own position."""
     if params.allowed_token_ids is not None:
         logits = _allow(logits, params.allowed_token_ids, prefix)
+    if prefix.grammar is not None:
+        _constrain(logits, prefix.grammar, paths)
     _forbid_ends(logits, params, prefix, paths)
     if params.bad_words:
         _ban_words(logits, params, prefix, paths)
@@ -60,6 +64,14 @@ def _allow(logits: Tensor, allowed: tuple[int, ...], prefix: PrefixState) -> Ten
     ids = prefix.tensor("allowed", allowed, lambda: torch.tensor(sorted(set(allowed))))
     ids = ids[ids < logits.shape[1]].to(logits.device)
     return torch.full_like(logits, -math.inf).index_copy_(1, ids, logits[:, ids])
+
+
+def _constrain(logits: Tensor, grammar: GrammarState, paths: Paths) -> None:
+    """Rows that nothing leads to (behind an end-of-text, or a draft off the grammar) stay as they are."""
+    for row, path in enumerate(paths):
+        mask = grammar.mask(path)
+        if mask is not None:
+            logits[row].masked_fill_(~mask[: logits.shape[1]].to(logits.device), -math.inf)
 
 
 def _forbid_ends(logits: Tensor, params: SamplingParams, prefix: PrefixState, paths: Paths) -> None:

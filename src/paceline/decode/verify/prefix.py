@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import SamplingParams
+from paceline.decode.verify.grammar import GrammarState
 from paceline.errors import InvalidParameter
 
 __all__ = ["BadWords", "PrefixState", "TokenCounts"]
@@ -63,19 +64,26 @@ class PrefixState:
     params           the request's options; ids in them must lie below `vocab_size`
     vocab_size       ids that mean something; logits may be wider (padding) or, a draft's, narrower
     eos_token_ids    the model's end-of-text ids
+    grammar          what the output has to match, at its beginning; None for anything
 
     Raises InvalidParameter where an option names an id the vocabulary does not have.
     """
 
-    __slots__ = ("_bad_words", "_cache", "_counts", "eos_token_ids", "output", "prompt", "vocab_size")
+    __slots__ = ("_bad_words", "_cache", "_counts", "eos_token_ids", "grammar", "output", "prompt", "vocab_size")
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        grammar: GrammarState | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
         self.output: list[int] = []
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.grammar = grammar
         self._counts: TokenCounts | None = None
         self._bad_words: tuple[object, BadWords] | None = None
         self._cache: dict[str, tuple[object, Tensor]] = {}
@@ -86,6 +94,8 @@ class PrefixState:
         self.output.extend(tokens)
         if self._counts is not None:
             self._counts.add(tokens)
+        if self.grammar is not None:
+            self.grammar.commit(tokens)
 
     def counts(self) -> TokenCounts:
         if self._counts is None:

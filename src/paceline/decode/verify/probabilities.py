@@ -256,7 +256,7 @@ def _fail(real: Tensor, logits: Tensor, prefix: PrefixState, paths: Paths) -> No
             raise RequestFailed(f"the model returned no finite logit at {at}; check its weights")
         if bool((processed == -math.inf).all()):
             raise RequestFailed(
-                f"no token is possible at {at}: allowed_token_ids, bad_words and min_tokens together exclude "
+                f"no token is possible at {at}: allowed_token_ids, grammar, bad_words and min_tokens together exclude "
                 f"all {real.shape[1]} the model can give; loosen one of them"
             )
     raise AssertionError("every row is usable")
