@@ -339,8 +339,8 @@ def test_only_a_single_legal_id_is_forced_and_a_sampled_chain_is_not_cut() -> No
 
 def test_a_preempted_answer_goes_on_where_it_was(lab: Lab) -> None:
     block = 512 * 8
-    options: dict[str, Any] = {"grammar": Grammar("regex", "[a-z]{520}"), "temperature": 0.8, "max_tokens": 540}
-    asks = [request([1 + i] * 40, id=str(i), length=3, seed=i, **options) for i in range(2)]
+    options: dict[str, Any] = {"grammar": Grammar("regex", "[a-z]{240}"), "temperature": 0.8, "max_tokens": 260}
+    asks = [request([1 + i] * 380, id=str(i), length=3, seed=i, **options) for i in range(2)]
     order = hashed(len(ASCII), seed=2, order=2)
     run = engine(lab, order, drafter_of("ngram"), max_batch=2, cache_bytes=3 * block, max_context=1024)
     ran = lab.run(run, asks)
