@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, UsageError
+from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, RequestTooLarge, UsageError
 
 __all__ = ["ApiError", "as_api_error", "from_validation", "queue_full", "stopping"]
 
@@ -54,6 +54,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, ContextOverflow):
         return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, RequestTooLarge):
+        return ApiError(400, str(error), code="request_too_large")
     if isinstance(error, InvalidParameter):
         return ApiError(400, str(error), param=error.name, code="invalid_value")
     if isinstance(error, UsageError):

@@ -33,6 +33,7 @@ class Metrics:
         self.live = Live()
         self._recent_s: deque[float] = deque(maxlen=64)
         self._round = -1
+        self._children: dict[tuple[int, str | int], Counter] = {}
         self._drafting()
         self._requests()
 
@@ -104,21 +105,30 @@ class Metrics:
         first = record.round != self._round
         self._round = record.round
         self.live.add(record, first)
+        of = self._of
         if first:
             for part, seconds in (("draft", record.draft_s), ("verify", record.verify_s), ("other", record.other_s)):
-                self._parts.labels(part).inc(max(seconds, 0.0))
-        self._rounds.labels(record.kind).inc()
+                of(self._parts, part).inc(max(seconds, 0.0))
+        of(self._rounds, record.kind).inc()
         self._generated.inc(record.emitted)
-        self._lossy.inc(0 if record.lossless else record.emitted)
+        if not record.lossless:
+            self._lossy.inc(record.emitted)
         if record.kind != "verify":
             return
-        self._drafts.labels(record.drafter).inc()
-        self._drafted.labels(record.drafter).inc(record.proposed)
-        self._accepted.labels(record.drafter).inc(record.accepted)
+        of(self._drafts, record.drafter).inc()
+        of(self._drafted, record.drafter).inc(record.proposed)
+        of(self._accepted, record.drafter).inc(record.accepted)
         for position in range(record.proposed):
-            self._drafted_at.labels(str(position)).inc()
+            of(self._drafted_at, position).inc()
         for position in range(record.accepted):
-            self._accepted_at.labels(str(position)).inc()
+            of(self._accepted_at, position).inc()
+
+    def _of(self, counter: Counter, label: str | int) -> Counter:
+        """A counter under a label; looking one up in the registry takes longer than counting."""
+        key = id(counter), label
+        if key not in self._children:
+            self._children[key] = counter.labels(str(label))
+        return self._children[key]
 
     def queued(self, seconds: float) -> None:
         self._queue.observe(max(seconds, 0.0))
