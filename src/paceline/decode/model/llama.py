@@ -129,9 +129,14 @@ class LlamaDecoder:
             x = x * torch.tensor(scale, dtype=self.dtype)
         turns = self.rotations.turns(step)
         hidden: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers[:layers]):
+        run = self.layers[:layers]
+        unread = not taps and step.wanted is not None and len(step.wanted) == 0
+        for index, layer in enumerate(run):
             turn = turns[self.features.layer_types[index]]
-            mixed = self._attention(index, self._norm(x, layer.input_norm), turn, step, cache)
+            qkv = self._keys_values(index, self._norm(x, layer.input_norm), turn, step, cache)
+            if unread and index == len(run) - 1:
+                break  # of a chunk in the middle of a prompt only the keys and values are of use
+            mixed = self._attention(index, qkv, step, cache)
             x = x + (mixed if layer.behind_attention is None else self._norm(mixed, layer.behind_attention))
             made = layer.mlp.over(self._norm(x, layer.mlp_norm), step.pieces, self.row_policy)
             x = x + (made if layer.behind_mlp is None else self._norm(made, layer.behind_mlp))
@@ -153,9 +158,10 @@ class LlamaDecoder:
             return F.rms_norm(x.float(), weight.shape, weight, self.features.eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.features.eps)
 
-    def _attention(
+    def _keys_values(
         self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], step: StepInputs, cache: KVCache
     ) -> Tensor:
+        """Queries, keys and values [rows, (heads + 2 kv_heads) * head_dim]; the last two go to the cache."""
         layer = self.layers[index]
         qkv = layer.qkv.over(x, step.pieces)
         width = self.heads * self.head_dim
@@ -169,6 +175,10 @@ class LlamaDecoder:
         new_kv = qkv[:, width:]
         new_kv = new_kv[: step.tokens] if step.real is None else new_kv[step.real]
         cache.write(index, step.cache_slots, step.cache_positions, new_kv)
+        return qkv
+
+    def _attention(self, index: int, qkv: Tensor, step: StepInputs, cache: KVCache) -> Tensor:
+        width = self.heads * self.head_dim
         queries = qkv[:, :width]
         if len(step.groups) == 1 and step.groups[0].rows is None:
             mixed = self._attend(step.groups[0], queries, index, cache)
@@ -181,7 +191,7 @@ class LlamaDecoder:
                     cache.write(index, slots, positions, qkv[rows, width:])
                 own, places = group.back
                 mixed[own] = self._attend(group, queries[group.rows], index, cache)[places]
-        return layer.out.over(mixed, step.pieces)
+        return self.layers[index].out.over(mixed, step.pieces)
 
     def _attend(self, group: AttentionGroup, queries: Tensor, index: int, cache: KVCache) -> Tensor:
         slots, share = group.slot_high - group.slot_low, self.geometry.group
