@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from servers import NAME, Running, serving
 from tiny_models import CHAT_TEMPLATE, save_folder, tiny_backend, tiny_model
 
+from paceline.decode.verify.grammar import GrammarCompiler
+from paceline.serve.protocol import ChatRequest
+from paceline.serve.structured import tool_grammar
 from paceline.serve.tools import Found, ToolScanner
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "é🙂"]}}\n</tool_call>'
@@ -29,6 +33,8 @@ TEXTS = {
     "bare": ' {"name": "add", "parameters": {"a": 1}}\n',
     "bare but unknown": '{"name": "Ada", "arguments": "of old"} ',
     "bare but text": "{x: 1} and <tool_call> so on",
+    "listed": ' [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]',
+    "listed but text": "[1] and [2]",
 }
 
 
@@ -184,6 +190,97 @@ def test_a_model_without_tools_says_so(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 2}
     refused = server.post("/v1/chat/completions", body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
-    for field, value in (("tool_choice", "required"), ("parallel_tool_calls", False)):
+    for field, value, named in (("tool_choice", "required", "tools"), ("parallel_tool_calls", False, None)):
         refused = server.post("/v1/chat/completions", body | {field: value})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == (named or field)
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/small"}, "b": {"enum": ["x", "y\n"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+TWO: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("choice", ["required", "add", "now"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_that_must_be_made_is_made(toolful: Running, choice: str, parallel: bool) -> None:
+    """Random weights, temperature 1: only the grammar keeps the marks, the name and the arguments."""
+    toolful.engine.model.prompt = 10**6  # type: ignore[union-attr]
+    named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    asked: Any = {"tools": TWO, "tool_choice": named, "parallel_tool_calls": parallel, "max_tokens": 400}
+    create = toolful.client().chat.completions.create
+    messages: Any = [{"role": "user", "content": "hi"}]
+    for seed in range(4):
+        reply = create(model=NAME, messages=messages, seed=seed, **asked).choices[0]
+        if reply.finish_reason == "length":
+            continue
+        calls = reply.message.tool_calls
+        assert reply.finish_reason == "tool_calls" and not reply.message.content
+        assert len(calls) == 1 or (parallel and choice == "required")
+        for call in calls:
+            assert call.function.name in (("add", "now") if choice == "required" else (choice,))
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS if call.function.name == "add" else {})
+        said: dict[int, str] = {}
+        for chunk in create(model=NAME, messages=messages, seed=seed, stream=True, **asked):
+            for piece in chunk.choices[0].delta.tool_calls or ():
+                said[piece.index] = said.get(piece.index, "") + piece.function.arguments
+        assert list(said.values()) == [call.function.arguments for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TWO}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "regex": "a"}, "regex"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            },
+            "tools",
+        ),
+    ],
+)
+def test_promises_about_calls_that_cannot_be_kept_are_refused(toolful: Running, change: Any, param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **change}
+    refused = toolful.post("/v1/chat/completions", body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+LLAMA = '{% if tools %}Answer with {"name": ..., "parameters": ...}{% endif %}'
+MISTRAL = '{% if tools %}[AVAILABLE_TOOLS]{% endif %}{% for c in calls %}[TOOL_CALLS] [{"name": 1}]{% endfor %}'
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, LLAMA, MISTRAL])
+def test_what_the_grammar_of_calls_makes_is_read_back(template: str) -> None:
+    """Words for each style by hand, held against the grammar and the reader alike."""
+    tools = [{"type": "function", "function": {"name": n}} for n in ("add", "now")]
+    body = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+    )
+    asked = tool_grammar(body, [template])
+    assert asked is not None
+    word = "parameters" if template is LLAMA else "arguments"
+    one = ['{"name": "%s", "%s": {}}' % (name, word) for name in ("add", "now")]  # noqa: UP031
+    text = {
+        TEMPLATE: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in one),
+        LLAMA: one[0],
+        MISTRAL: f"[{one[0]}, {one[1]}]",
+    }[template]
+    letters = {i + 1: chr(i + 32).encode() for i in range(95)} | {99: b"\n"}
+    state = GrammarCompiler(lambda: letters, frozenset({0}), 100, frozenset({0})).start(asked[1])
+    ids = [99 if letter == "\n" else ord(letter) - 31 for letter in text]
+    assert state.legal_length([*ids, 0]) == len(ids) + 1
+    assert state.legal_length([*ids[:-2], 0]) == len(ids) - 2
+    left, calls = read([text], ToolScanner(["add", "now"]))
+    assert left == "" and [name for _, name, _ in calls] == (["add"] if template is LLAMA else ["add", "now"])

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from paceline.core.grammar import Grammar
 from paceline.core.output import Completion, Delta, RequestOutput
 from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
@@ -242,8 +243,8 @@ class LLM:
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: as they stand alone and as they follow a space. Grammars are tried."""
-        if params.grammar is not None and self._grammars is not None:
-            self._grammars.check(params.grammar)
+        if params.grammar is not None:
+            self.check_grammar(params.grammar)
         if not any(isinstance(word, str) for word in params.bad_words):
             return params
         if self.tokenizer is None:
@@ -266,6 +267,12 @@ class LLM:
             self.checkpoint.vocab_size,
             self.checkpoint.eos_token_ids,
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar ahead of its use. Raises UsageError where it cannot be enforced."""
+        if self._grammars is None:
+            raise UsageError("a grammar needs a tokenizer, and this model has none; use allowed_token_ids")
+        self._grammars.check(grammar)
 
     def _run(self, requests: Seq[Request]) -> list[RequestOutput]:
         queued: list[list[Sequence]] = []

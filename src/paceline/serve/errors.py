@@ -14,8 +14,10 @@ from paceline.errors import ContextOverflow, InvalidParameter, RequestFailed, Re
 
 __all__ = ["ApiError", "as_api_error", "from_validation", "queue_full", "stopping"]
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of messages, named before their fields
-_UNION = re.compile(r"[-\[]|^(str|int|float|bool)$")  # pydantic's names for the branches of a union
+# Of messages and answer formats: named before their fields.
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_FORMATS = frozenset({"text", "json_object", "json_schema"})
+_UNION = re.compile(r"[-\[]|^(str|int|float|bool|ChosenTool)$")  # pydantic's names for the branches of a union
 _INVALID = "invalid_request_error"
 
 
@@ -68,7 +70,10 @@ def as_api_error(error: Exception) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, by the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    inner = [part for part in first["loc"][:-1] if part not in _ROLES] + list(first["loc"][-1:])
+    loc = first["loc"]
+    if loc[0] == "response_format" and len(loc) > 2 and loc[1] in _FORMATS:
+        loc = (loc[0], *loc[2:])
+    inner = [part for part in loc[:-1] if part not in _ROLES] + list(loc[-1:])
     param = ".".join(str(part) for part in inner if not _UNION.search(str(part))) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown or unsupported field: {param}", param=param, code="unknown_parameter")

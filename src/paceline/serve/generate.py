@@ -17,6 +17,7 @@ from paceline.serve.protocol import (
 )
 from paceline.serve.replies import ChatWriter, CompletionWriter
 from paceline.serve.service import Answer, Service
+from paceline.serve.structured import constrain, text_grammar, tool_grammar
 
 __all__ = ["chat_answer", "completion_answer"]
 
@@ -28,7 +29,9 @@ async def chat_answer(service: Service, body: ChatRequest, tenant: str) -> Answe
     service.check_model(body.model)
     top = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = sampling_params(body, limit, top)
+    templates = [] if service.llm.tokenizer is None else list(service.llm.tokenizer.chat_templates.values())
+    asked = tool_grammar(body, templates) or text_grammar(body)
+    params = await constrain(service, sampling_params(body, limit, top), asked)
     tools = template_tools(body)
     prompt = await asyncio.to_thread(service.chat_ids, template_messages(body.messages), tools)
     draft = draft_settings(body.speculation, service.llm.defaults, service.drafters)
@@ -44,6 +47,7 @@ async def completion_answer(service: Service, body: CompletionRequest, tenant: s
     limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     mute = limit == 0 and bool(body.echo)
     params = sampling_params(body, 1 if mute else limit, body.logprobs)
+    params = await constrain(service, params, text_grammar(body))
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = await _prompts(service, body)

@@ -65,6 +65,27 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+class JsonFormat(Strict):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """`strict` or not, the answer fits the schema; without one it is a JSON object."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class GenerationRequest(Strict):
     """What both ways of asking share."""
 
@@ -89,12 +110,28 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    response_format: ResponseFormat | None = None
+    regex: Annotated[Text, Field(min_length=1)] | None = None
+    grammar: Annotated[Text, Field(min_length=1)] | None = None
     speculation: Speculation | None = None
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream: true")
+        return self
+
+    @property
+    def free_text(self) -> bool:
+        """Whether nothing is said of what the answer has to match."""
+        plain = self.response_format is None or isinstance(self.response_format, TextFormat)
+        return plain and self.regex is None and self.grammar is None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> GenerationRequest:
+        formats = [not (self.response_format is None or isinstance(self.response_format, TextFormat))]
+        if sum([*formats, self.regex is not None, self.grammar is not None]) > 1:
+            raise ValueError("give one of response_format, regex and grammar")
         return self
 
 
@@ -145,12 +182,12 @@ Message = Annotated[InstructionMessage | AssistantMessage | ToolMessage, Field(d
 
 
 class Function(Strict):
-    """`strict: true` would promise arguments that fit `parameters`: refused until decoding is constrained to them."""
+    """`strict: true` promises arguments that fit `parameters`: taken where the call is constrained to them."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -158,16 +195,24 @@ class Tool(Strict):
     function: Function
 
 
+class ChosenName(Strict):
+    name: Text
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenName
+
+
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")

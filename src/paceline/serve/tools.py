@@ -1,10 +1,11 @@
 """Tool calls in a model's text: found as it streams, whatever the pieces it comes in.
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as the templates of Qwen, Hermes and their
-kin teach it, or the whole answer is such an object and names one of the request's tools, as Llama 3 is taught and
-small models do anyway. Whether a model writes so is read from its template; tools for another model are refused. Text
-that may become a call is held back until it is one or is not (an answer that begins with a brace, to its end); what
-looks like a call and is none stays text. The result does not depend on how the text is cut (case SD-29).
+kin teach it, or the whole answer is such an object, or a list of them, and names the request's tools, as Llama 3 and
+Mistral are taught and small models do anyway. Whether a model writes so is read from its template; tools for another
+model are refused. Text that may become a call is held back until it is one or is not (an answer that begins with a
+brace or bracket, to its end); what looks like a call and is none stays text. The result does not depend on how the
+text is cut (case SD-29).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Found", "ToolCall", "ToolScanner", "writes_tool_calls"]
+__all__ = ["CallStyle", "Found", "ToolCall", "ToolScanner", "call_style", "writes_tool_calls"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LIST = "[TOOL_CALLS]"  # a special token of Mistral's, skipped when its ids are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,35 @@ class Found:
     calls: list[ToolCall] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a model writes calls: what stands before the first, between two ("" where only one is written) and after the
+    last, and what it calls the arguments.
+    """
+
+    around: tuple[str, str, str]
+    arguments: str
+
+
+_MARKED = CallStyle((f"{_OPEN}\n", f"\n{_CLOSE}\n{_OPEN}\n", f"\n{_CLOSE}"), "arguments")
+_BARE = CallStyle(("", "", ""), "parameters")
+_LISTED = CallStyle(("[", ", ", "]"), "arguments")
+
+
+def call_style(template: str) -> CallStyle | None:
+    """The style a chat template teaches, None for none that `ToolScanner` reads."""
+    if "tools" not in template:
+        return None
+    if _OPEN in template:
+        return _MARKED
+    if _LIST in template:
+        return _LISTED
+    return _BARE if '{"name":' in template else None
+
+
 def writes_tool_calls(template: str) -> bool:
     """Whether a chat template takes tools and teaches calls that `ToolScanner` reads."""
-    return "tools" in template and (_OPEN in template or '{"name":' in template)
+    return call_style(template) is not None
 
 
 class ToolScanner:
@@ -61,7 +89,7 @@ class ToolScanner:
         self._held += text
         found = Found()
         if self._bare is None and (begun := self._held.lstrip()):
-            self._bare = begun.startswith("{")
+            self._bare = begun.startswith(("{", "["))
         while not self._bare and (self._end_call(found) if self._inside else self._begin_call(found)):
             pass
         return found
@@ -73,9 +101,9 @@ class ToolScanner:
         if self._inside:
             self._inside = False
             self._take(held, found, held_text=_OPEN + held)
-        elif self._bare and (call := _parse(held, 0)) is not None and call.name in self._names:
-            found.calls.append(call)
-            self.calls += 1
+        elif self._bare and (calls := _parse_all(held, self._names)):
+            found.calls += calls
+            self.calls += len(calls)
         elif not (self._after_call and not held.strip()):
             found.text += held
         return found
@@ -121,11 +149,26 @@ def _hold(text: str) -> int:
     return mark + len(before) - len(before.rstrip())
 
 
+def _parse_all(text: str, names: Collection[str]) -> list[ToolCall]:
+    """The calls of an answer that is nothing but a call, or a list of them, of the tools `names`; else none."""
+    value = _loaded(text.strip().removeprefix(_LIST))
+    calls = [_call(item, i) for i, item in enumerate(value if isinstance(value, list) else [value])]
+    made = [call for call in calls if call is not None and call.name in names]
+    return made if len(made) == len(calls) else []
+
+
 def _parse(body: str, index: int) -> ToolCall | None:
+    return _call(_loaded(body), index)
+
+
+def _loaded(text: str) -> Any:
     try:
-        value = json.loads(body)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _call(value: Any, index: int) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

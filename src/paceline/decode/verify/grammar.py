@@ -28,7 +28,7 @@ from torch import Tensor
 from paceline.core.grammar import Grammar
 from paceline.errors import InvalidParameter, MissingExtra, RequestFailed, UsageError
 
-__all__ = ["GrammarCompiler", "GrammarState"]
+__all__ = ["GrammarCompiler", "GrammarState", "json_rule"]
 
 _HEADER = '%llguidance {"no_forcing": true}\n'  # all spellings in tokens, not the tokenizer's favourite alone
 _JSON_RULES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}", "lenient": False}
@@ -209,14 +209,20 @@ def _as_lark(grammar: Grammar) -> str:
 
             return f"start: /{regex_to_lark(grammar.source)}/"
         case "json_object":
-            schema: Any = {"type": "object"}
+            return f"start: {json_rule({'type': 'object'})}"
         case "json_schema":
-            schema = json.loads(grammar.source)
+            return f"start: {json_rule(json.loads(grammar.source))}"
+
+
+def json_rule(schema: Any) -> str:
+    """The body of a Lark rule for JSON that fits `schema`, an object or a boolean, with a bounded run of white space
+    between its parts.
+    """
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": _JSON_RULES}
     elif schema:
         schema = {"x-guidance": _JSON_RULES}
-    return f"start: %json {json.dumps(schema)}"
+    return f"%json {json.dumps(schema)}"
 
 
 def _shown(grammar: Grammar) -> str:
