@@ -26,7 +26,7 @@ def error(response: Any) -> dict[str, Any]:
         ({"best_of": 2}, "best_of"),
         ({"tools": [{"type": "function", "function": {"name": "x", "strict": 1}}]}, "tools.0.function.strict"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),

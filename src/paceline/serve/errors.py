@@ -71,7 +71,7 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, by the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
     loc = first["loc"]
-    if loc[0] == "response_format" and len(loc) > 2 and loc[1] in _FORMATS:
+    if loc[:1] == ("response_format",) and len(loc) > 2 and loc[1] in _FORMATS:
         loc = (loc[0], *loc[2:])
     inner = [part for part in loc[:-1] if part not in _ROLES] + list(loc[-1:])
     param = ".".join(str(part) for part in inner if not _UNION.search(str(part))) or None
