@@ -39,6 +39,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
         "code_edit_humanevalfix/edit_prompts.jsonl": [
             {"id": str(i), "lang": "python", "prompt": f"print({i})\n" * 3} for i in range(4)
         ],
+        "json_extraction_snips/snips_slots.jsonl": [
+            {"intent": f"Do{i % 2}", "prompt": f'with keys from ["a", "b{i}"] of {i}'} for i in range(4)
+        ],
     }
     for name, rows in files.items():
         path = root / "workloads" / name
@@ -161,3 +164,16 @@ def test_second_turn_reuses_the_first(
     assert call(program("second_turn"), monkeypatch, *arguments) == 0
     (result,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert result["equal"] and result["cached"] > 100 and set(result["seconds"]) == {"cold", "warm", "new"}
+
+
+def test_grammar_counts_what_does_not_fit(
+    model: str, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = program("grammar")
+    arguments = ["--model", model, "--shared", prompts, "--requests", "4", "--block", "2", "--concurrency", "2"]
+    arguments += ["--threads", "1", "--dtype", "float32", "--tokens", "600", "--draft", "ngram"]
+    assert call(module, monkeypatch, *arguments) == 0
+    assert "0 of 8 answers invalid, 0 cut, 0 texts differ" in capsys.readouterr().out
+    monkeypatch.setattr(module, "fits", lambda text, schema: False)
+    assert call(module, monkeypatch, *arguments) == 1
+    assert "8 of 8 answers invalid" in capsys.readouterr().out

@@ -64,11 +64,11 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarState:
         """A fresh state at the beginning of an output. Raises MissingExtra and InvalidParameter."""
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)  # not under the lock: who has a compiled one does not wait
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compile(grammar)
-                self._compiled[grammar] = matcher
+            self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
@@ -81,8 +81,9 @@ class GrammarCompiler:
 
         if not self.eos_token_ids:
             raise UsageError("a grammar needs an end-of-text id to end with, and this model names none")
-        if self._tokenizer is None:
-            self._tokenizer = self._new_tokenizer()
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._new_tokenizer()
         source = _HEADER + _as_lark(grammar)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
