@@ -31,7 +31,7 @@ import numpy as np
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.bench.expected_acceptance import expected_accepted
 from paceline.bench.results import ResultFile
-from paceline.bench.workloads import load_workload
+from paceline.bench.workloads import load_workload, workloads_folder
 from paceline.core.proposal import Dense
 from paceline.decode.engine import Engine
 from paceline.decode.model.base import ForwardResult
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--batch", type=int, default=4, help="prompts decoded together")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shared", type=Path, default=Path(__file__).resolve().parents[2] / "shared")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent)
     parser.add_argument("--report", action="store_true", help="print the table, measure nothing")
     return parser.parse_args(argv)
 

@@ -14,7 +14,6 @@ milliseconds of a target pass, tokens per second, and that over plain's of the s
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import LLM, PacelineError, SamplingParams
-from paceline.bench.workloads import KINDS, load_workload
+from paceline.bench.workloads import KINDS, load_workload, workloads_folder
 from paceline.core.records import StepRecord
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.sequence import DraftSettings
@@ -88,14 +87,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder that holds workloads/")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent, help="folder that holds workloads/")
     return parser.parse_args(argv)
-
-
-def shared_folder() -> Path:
-    """`PACELINE_SHARED`, or the folder `shared` beside the checkout."""
-    named = os.environ.get("PACELINE_SHARED")
-    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"
 
 
 def measure(args: argparse.Namespace) -> dict[str, Arm]:

@@ -18,7 +18,6 @@ arguments the program goes on where it was. The table is Markdown on stdout, pro
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 import time
@@ -43,7 +42,7 @@ from paceline.bench.equality import (
 )
 from paceline.bench.reference import Reference
 from paceline.bench.results import ResultFile
-from paceline.bench.workloads import load_workload
+from paceline.bench.workloads import load_workload, workloads_folder
 from paceline.core.output import Completion
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.model.checkpoint import inspect_checkpoint, load_checkpoint
@@ -95,15 +94,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--code-edit", type=int, default=16, help="prompts of code_edit")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder that holds workloads/")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent, help="folder that holds workloads/")
     parser.add_argument("--report", action="store_true", help="print the table, measure nothing")
     return parser.parse_args(argv)
-
-
-def shared_folder() -> Path:
-    """`PACELINE_SHARED`, or the folder `shared` beside the checkout."""
-    named = os.environ.get("PACELINE_SHARED")
-    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"
 
 
 def description(args: argparse.Namespace) -> dict[str, object]:

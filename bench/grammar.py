@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -29,6 +28,7 @@ import jsonschema
 
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.bench.paired import arm_order, bootstrap_interval, geometric_mean
+from paceline.bench.workloads import workloads_folder
 from paceline.core.grammar import Grammar
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import UsageError
@@ -83,14 +83,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=270.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder that holds workloads/")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent, help="folder that holds workloads/")
     return parser.parse_args(argv)
-
-
-def shared_folder() -> Path:
-    """`PACELINE_SHARED`, or the folder `shared` beside the checkout."""
-    named = os.environ.get("PACELINE_SHARED")
-    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"
 
 
 def read_tasks(path: Path, count: int) -> list[Task]:

@@ -25,7 +25,7 @@ from paceline import LLM, PacelineError, SamplingParams
 from paceline.bench.paired import arm_order, geometric_mean
 from paceline.bench.reference import Reference
 from paceline.bench.speed_report import markdown
-from paceline.bench.workloads import KINDS, load_workload
+from paceline.bench.workloads import KINDS, load_workload, workloads_folder
 from paceline.decode.model.checkpoint import load_checkpoint
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import RequestFailed, UsageError
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--shared", type=Path, default=Path(__file__).resolve().parents[2] / "shared")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent)
     return parser.parse_args(argv)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.bench.paired import arm_order, bootstrap_interval, geometric_mean
-from paceline.bench.workloads import KINDS, WorkloadPrompt, load_workload
+from paceline.bench.workloads import KINDS, WorkloadPrompt, load_workload, workloads_folder
 from paceline.core.records import StepRecord
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
@@ -95,14 +94,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--max-context", type=int, default=2048)
-    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder that holds workloads/")
+    parser.add_argument("--shared", type=Path, default=workloads_folder().parent, help="folder that holds workloads/")
     return parser.parse_args(argv)
-
-
-def shared_folder() -> Path:
-    """`PACELINE_SHARED`, or the folder `shared` beside the checkout."""
-    named = os.environ.get("PACELINE_SHARED")
-    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"
 
 
 def settings_of(arm: str, draft: str | None) -> DraftSettings:

@@ -105,7 +105,7 @@ class Controller:
         self._sequences: dict[int, _Sequence] = {}
         self._quiet, self._ended = _Quiet(10.0, 9.0, 14.0, 10.0), 0
         self._credit_s = _FIRST_CREDIT * cost.seconds(1, 0)
-        self._plain_credit_s, self._since_plain, self._plain_loss_s = 0.0, 0, 0.0
+        self._plain_credit_s, self._since_plain = 0.0, 0
         self._drafted, self._typical = False, _TYPICAL
         self._token_s = cost.seconds(1, 0)  # of a token by plain decoding, in the last round
 
