@@ -33,9 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("shared")
     files = {
-        "spec_bench/question.clean_subset.jsonl": [
-            {"question_id": i, "turns": [f"fox {i} {i} {i}"]} for i in range(4)
-        ],
+        "spec_bench/question.clean_subset.jsonl": [{"question_id": i, "turns": [f"fox {i} {i} {i}"]} for i in range(4)],
         "code_edit_humanevalfix/edit_prompts.jsonl": [
             {"id": str(i), "lang": "python", "prompt": f"print({i})\n" * 3} for i in range(4)
         ],
@@ -105,6 +103,19 @@ def test_the_cost_of_tiles_is_a_table(
     out = capsys.readouterr().out
     assert "\n| 8 | " in out and "\n| 12 | " in out
     assert call(program("deterministic_cost"), monkeypatch, *arguments, "--repeats", "1") == 2
+
+
+def test_round_overhead_counts_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = program("round_overhead")
+    monkeypatch.setattr(module, "TOKENS", 24)
+    before = {(owner, name): vars(owner)[name] for owner, name, _ in module.PARTS}
+    arguments = ["--batch", "1", "2", "--draft", "none", "auto+model", "--temperature", "0.8", "--repeats", "1"]
+    arguments.append("--trace")
+    assert call(module, monkeypatch, *arguments) == 0
+    plain, drafted = capsys.readouterr().out.split("batch 1, auto+model")
+    assert "0.00 drafts" in plain and "controller" not in plain and "0.00 drafts" not in drafted
+    assert drafted.count("controller: choose") == drafted.count("trace lines") == 2 and "model: propose" in drafted
+    assert all(vars(owner)[name] is function for (owner, name), function in before.items()), "a clock was left behind"
 
 
 def test_kinds_of_drafts_are_a_table(

@@ -1,4 +1,8 @@
-"""From a pass's logits to one verdict per sequence: greedy rows of the whole batch at once, the others one by one."""
+"""From a pass's logits to one verdict per sequence.
+
+Rows of plainly greedy sequences are drawn in one call, as are those of sequences that sample alike and without options;
+the others one by one. A row's draw does not depend on the rows beside it (`verify/support.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from paceline.decode.verify.block import verify_block
 from paceline.decode.verify.chances import RoundNoise
 from paceline.decode.verify.leniency import Typical
 from paceline.decode.verify.noise import Purpose, position_key
+from paceline.decode.verify.options import has_options
 from paceline.decode.verify.probabilities import draw, greedy_tokens, is_plain_greedy, to_probs
 from paceline.decode.verify.rejection import verify_rejection
 from paceline.decode.verify.relaxed import verify_relaxed
@@ -34,30 +39,76 @@ def judge(
 
     Raises nothing for a single bad row: a NaN in one sequence's logits is that sequence's failure (case SD-13).
     """
-    drawn = _greedy_draws(sequences, logits, logits_of, vocab_size)
+    drawn: list[Seq[int] | None] = [None] * len(sequences)
+    greedy = [i for i, s in enumerate(sequences) if is_plain_greedy(s.request.params, s.prefix)]
+    if greedy:
+        _draw_greedy(greedy, logits, logits_of, vocab_size, drawn)
+    if len(greedy) < len(sequences):
+        _draw_alike(_alike(sequences, proposals, drawn), sequences, proposals, logits, logits_of, drawn)
     verdicts: list[Verdict | RequestFailed] = []
     for sequence, proposal, (first, count), draws in zip(sequences, proposals, logits_of, drawn, strict=True):
         try:
-            rows = logits[first : first + count]
-            verdicts.append(_by_rule(sequence, proposal, rows) if draws is None else walk(proposal, draws))
+            verdicts.append(
+                _by_rule(sequence, proposal, logits[first : first + count]) if draws is None else walk(proposal, draws)
+            )
         except RequestFailed as failure:
             verdicts.append(failure)
     return verdicts
 
 
-def _greedy_draws(
-    sequences: Seq[Sequence], logits: Tensor, logits_of: Seq[tuple[int, int]], vocab_size: int
-) -> list[list[int] | None]:
-    """Argmax of the rows of plainly greedy sequences, in one call; None for the others and for unusable rows."""
-    plain = [is_plain_greedy(s.request.params, s.prefix) for s in sequences]
-    if not any(plain):
-        return [None] * len(sequences)
-    tokens, usable = greedy_tokens(logits, vocab_size)
+def _draw_greedy(
+    greedy: Seq[int],
+    logits: Tensor,
+    logits_of: Seq[tuple[int, int]],
+    vocab_size: int,
+    drawn: list[Seq[int] | None],
+) -> None:
+    """Put the argmax of every row of the sequences `greedy` into `drawn`; nothing where a row is unusable."""
+    low = min(logits_of[i][0] for i in greedy)
+    high = max(sum(logits_of[i]) for i in greedy)
+    tokens, usable = greedy_tokens(logits[low:high], vocab_size)
     token_list, usable_list = tokens.tolist(), usable.tolist()
-    return [
-        token_list[first : first + count] if greedy and all(usable_list[first : first + count]) else None
-        for greedy, (first, count) in zip(plain, logits_of, strict=True)
-    ]
+    for i in greedy:
+        first, count = logits_of[i]
+        rows = slice(first - low, first - low + count)
+        if all(usable_list[rows]):
+            drawn[i] = token_list[rows]
+
+
+def _alike(sequences: Seq[Sequence], proposals: Seq[Proposal], drawn: Seq[Seq[int] | None]) -> list[list[int]]:
+    """Sequences not drawn yet whose verdict is the walk along their draws, by how they sample; no group of one."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+        params, rule = sequence.request.params, sequence.request.draft.verify
+        walks = rule in ("coupled", "greedy") or (rule in ("rejection", "block") and not len(proposal))
+        if drawn[i] is None and walks and not has_options(params, sequence.prefix):
+            groups.setdefault((params.temperature, params.top_k, params.top_p, params.min_p), []).append(i)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _draw_alike(
+    groups: Seq[Seq[int]],
+    sequences: Seq[Sequence],
+    proposals: Seq[Proposal],
+    logits: Tensor,
+    logits_of: Seq[tuple[int, int]],
+    drawn: list[Seq[int] | None],
+) -> None:
+    """Put the draws of each group into `drawn`; nothing where a row fails: then each of the group is judged alone."""
+    for members in groups:
+        rows = torch.cat([logits[first : first + count] for first, count in (logits_of[i] for i in members)])
+        paths = [path for i in members for path in row_paths(proposals[i])]
+        keys = [key for i in members for key in _keys(sequences[i], proposals[i])]
+        one = sequences[members[0]]
+        try:
+            tokens = draw(rows, one.request.params, one.prefix, paths, torch.tensor(keys, device=rows.device)).tolist()
+        except RequestFailed:
+            continue
+        at = 0
+        for i in members:
+            count = logits_of[i][1]
+            drawn[i] = tokens[at : at + count]
+            at += count
 
 
 def _by_rule(sequence: Sequence, proposal: Proposal, rows: Tensor) -> Verdict:
@@ -108,16 +159,15 @@ class _Probabilities(Seq["Tensor | None"]):
 def _draws(sequence: Sequence, proposal: Proposal, rows: Tensor) -> Seq[int]:
     if sequence.prefix.grammar is not None and len(proposal):
         return _LazyDraws(sequence, proposal, rows)
+    keys = torch.tensor(_keys(sequence, proposal), device=rows.device)
+    tokens: list[int] = draw(rows, sequence.request.params, sequence.prefix, row_paths(proposal), keys).tolist()
+    return tokens
+
+
+def _keys(sequence: Sequence, proposal: Proposal) -> list[int]:
+    """The noise of each row's draw."""
     positions = row_positions(proposal, len(sequence.tokens))
-    keys = [position_key(sequence.noise_key, position, Purpose.TARGET) for position in positions]
-    tokens = draw(
-        rows,
-        sequence.request.params,
-        sequence.prefix,
-        row_paths(proposal),
-        torch.tensor(keys, device=rows.device),
-    )
-    return [int(t) for t in tokens.tolist()]
+    return [position_key(sequence.noise_key, position, Purpose.TARGET) for position in positions]
 
 
 class _LazyDraws(Seq[int]):

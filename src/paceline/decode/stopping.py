@@ -60,7 +60,7 @@ class StopChecker:
         if ended or self.count >= self._limit:
             self.finish_reason = "stop" if ended else "length"
             return self.flush()
-        return self._take(self._held())
+        return self._take(self._held() if self._stop else 0)
 
     def flush(self) -> str:
         """Whatever text is left; a stop string completed by it still cuts."""
@@ -71,6 +71,8 @@ class StopChecker:
         return self._take(0)
 
     def _cut_at_stop(self) -> bool:
+        if not self._stop:
+            return False
         found = [at for s in self._stop if (at := self._pending.find(s)) >= 0]
         if not found:
             return False
@@ -86,6 +88,9 @@ class StopChecker:
         return 0
 
     def _take(self, hold: int) -> str:
+        if not hold:
+            text, self._pending = self._pending, ""
+            return text
         cut = len(self._pending) - hold
         text, self._pending = self._pending[:cut], self._pending[cut:]
         return text

@@ -64,9 +64,7 @@ class TextTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """The ids of the rendered template: the same as `encode(render_chat(...))`."""
-        return self.encode(
-            self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        )
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def render_chat(
         self,
@@ -135,6 +133,23 @@ class TextTokenizer:
         """Ids that `decode` skips."""
         return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
 
+    def own_text(self, token_id: int) -> str | None:
+        """The text of one id wherever it stands; None where that depends on its neighbours, or is no whole text."""
+        text = self._own_texts.get(token_id, "")
+        if text == "":
+            text = self.decode([token_id]) if self._joins_bytes else ""
+            self._own_texts[token_id] = text = text if text and _REPLACEMENT not in text else None
+        return text
+
+    @cached_property
+    def _joins_bytes(self) -> bool:
+        """Whether a text is nothing but the bytes of its ids, one after the other."""
+        return self._decoder_kinds - {"Sequence"} == {"ByteLevel"}
+
+    @cached_property
+    def _own_texts(self) -> dict[int, str | None]:
+        return {}
+
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """Ids of single raw bytes (`<0x0A>`), where the tokenizer falls back to them."""
@@ -175,7 +190,8 @@ class TextStream:
 
     A piece is given out once nothing that follows can change it: not while the text ends inside a character,
     and not inside a run of single-byte tokens, which the tokenizer decodes as a whole. Decoding starts at the
-    piece before the last, so the cost of an id does not grow with the text.
+    piece before the last, so the cost of an id does not grow with the text; ids that read the same everywhere are
+    decoded once.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -187,6 +203,9 @@ class TextStream:
         """The text that `token_id` completes, "" where it completes none."""
         if token_id in self._tokenizer.special_ids:
             return ""
+        if len(self._ids) == self._known and (text := self._tokenizer.own_text(token_id)) is not None:
+            self._ids, self._known = [], 0
+            return text
         self._ids.append(token_id)
         if token_id in self._tokenizer.byte_ids:
             return ""
