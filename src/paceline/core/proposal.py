@@ -18,6 +18,7 @@ earlier siblings in or out, the rule takes them out and scales the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 __all__ = ["Dense", "Distribution", "OneHot", "Proposal", "Sparse", "TargetToken", "Verdict"]
@@ -48,6 +49,11 @@ class Sparse:
 Distribution = OneHot | Dense | Sparse
 
 
+@lru_cache(maxsize=256)
+def _chain_parents(length: int) -> tuple[int | None, ...]:
+    return (None, *range(length - 1)) if length else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Tokens proposed for one sequence in one round; empty means plain decoding this round.
@@ -68,7 +74,7 @@ class Proposal:
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens with {len(self.parents)} parents; one parent per token")
-        for node, parent in enumerate(self.parents):
+        for node, parent in enumerate(() if self.is_chain else self.parents):
             if parent is not None and not 0 <= parent < node:
                 raise ValueError(f"parent of node {node} is {parent}; allowed: None or an earlier node")
         if self.confidence is not None and len(self.confidence) != len(self.tokens):
@@ -86,15 +92,16 @@ class Proposal:
         confidence: tuple[float, ...] | None = None,
     ) -> Proposal:
         """A chain: node i follows node i-1, node 0 follows the last committed token."""
-        parents = tuple(None if i == 0 else i - 1 for i in range(len(tokens)))
-        return cls(tuple(tokens), parents, distribution or OneHot(), drafter, confidence)
+        return cls(tuple(tokens), _chain_parents(len(tokens)), distribution or OneHot(), drafter, confidence)
 
     @property
     def is_chain(self) -> bool:
-        return all(p == (None if i == 0 else i - 1) for i, p in enumerate(self.parents))
+        return self.parents == _chain_parents(len(self.parents))
 
     def depths(self) -> list[int]:
         """Distance of each node from the last committed token, 1 for its direct children."""
+        if self.is_chain:
+            return list(range(1, 1 + len(self.parents)))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent is None else depths[parent] + 1)

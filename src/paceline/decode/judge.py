@@ -96,7 +96,8 @@ def _draw_alike(
 ) -> None:
     """Put the draws of each group into `drawn`; nothing where a row fails: then each of the group is judged alone."""
     for members in groups:
-        rows = torch.cat([logits[first : first + count] for first, count in (logits_of[i] for i in members)])
+        members = sorted(members, key=lambda i: logits_of[i])
+        rows = _rows(logits, [logits_of[i] for i in members])
         paths = [path for i in members for path in row_paths(proposals[i])]
         keys = [key for i in members for key in _keys(sequences[i], proposals[i])]
         one = sequences[members[0]]
@@ -109,6 +110,14 @@ def _draw_alike(
             count = logits_of[i][1]
             drawn[i] = tokens[at : at + count]
             at += count
+
+
+def _rows(logits: Tensor, places: Seq[tuple[int, int]]) -> Tensor:
+    """The rows at `places` (first, count), rising; a view where they lie together."""
+    low, high = places[0][0], sum(places[-1])
+    if sum(count for _, count in places) == high - low:
+        return logits[low:high]
+    return torch.cat([logits[first : first + count] for first, count in places])
 
 
 def _by_rule(sequence: Sequence, proposal: Proposal, rows: Tensor) -> Verdict:

@@ -59,6 +59,7 @@ class _Watch:
     """Drafts being held against what is committed."""
 
     proposal: Proposal = _NOTHING
+    chain: bool = True
     at: int | None = None  # the last node that came true
     depth: int = 0
     hit: int = 0  # round of the sequence in which a draft last came true
@@ -270,7 +271,7 @@ class AutoDrafter:
             for index, proposal in note.offers.items():
                 if state.watches[index].done:
                     hit = state.watches[index].hit
-                    state.watches[index] = _Watch(proposal, hit=hit, done=not len(proposal))
+                    state.watches[index] = _Watch(proposal, proposal.is_chain, hit=hit, done=not len(proposal))
             silent = note.choice.drafter
             if silent is not None and silent in note.offers and not len(note.offers[silent]):
                 self.controller.learn(key, silent, 0, None, False)  # chosen and silent: it cannot draft here
@@ -294,16 +295,21 @@ class AutoDrafter:
         """Score the watched drafts; a miss, or their end, ends them."""
         watch, learn = state.watches[index], self.controller.learn
         stated = watch.proposal.confidence
+        tokens, parents = watch.proposal.tokens, watch.proposal.parents
         for token in committed:
-            children = [i for i, parent in enumerate(watch.proposal.parents) if parent == watch.at]
-            found = next((i for i in children if watch.proposal.tokens[i] == token), None)
-            for i in children:
-                learn(key, index, watch.depth, None if stated is None else stated[i], i == found)
+            found = None
+            for i in range(0 if watch.at is None else watch.at + 1, len(tokens)):  # children come behind their parent
+                if parents[i] == watch.at:
+                    hit = found is None and tokens[i] == token
+                    learn(key, index, watch.depth, None if stated is None else stated[i], hit)
+                    found = i if hit else found
+                    if watch.chain:
+                        break
             if found is None:
                 watch.done = True
                 return
             watch.at, watch.depth, watch.hit = found, watch.depth + 1, state.asks
-            if found not in watch.proposal.parents:
+            if found + 1 == len(tokens) or (not watch.chain and found not in parents):
                 watch.done = True
                 return
 

@@ -24,7 +24,7 @@ from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.corpus import Corpus, Document, Place
 from paceline.decode.draft.grow import grow
-from paceline.decode.draft.match import copy_confidence, copy_doubt
+from paceline.decode.draft.match import copy_confidence, copy_doubt, copy_from
 from paceline.decode.draft.pool import OutputPool
 from paceline.errors import InvalidParameter
 
@@ -170,28 +170,35 @@ def best_chain(places: Seq[Place], own: Document, budget: int, options: SuffixOp
 
 def _majority_path(places: Seq[Place], own: Document, match: int, length: int, min_prob: float) -> Chain:
     """Token by token what most places agree on, up to `length` tokens; of equals the first."""
+    ahead = [_continuation(place, own, length) for place in places]
     tokens: list[int] = []
     confidence: list[float] = []
     expected, path_prob = 0.0, 1.0
-    while len(tokens) < length:
-        votes: dict[int, list[Place]] = {}
-        for place in places:
-            token = _token_after(place, own, tokens)
-            if token is not None:
-                votes.setdefault(token, []).append(place)
-        if not votes:
+    for depth in range(length):
+        ahead = [text for text in ahead if len(text) > depth]
+        if not ahead:
             break
-        winner = max(votes, key=lambda token: len(votes[token]))
-        voters = sum(map(len, votes.values()))
-        chance = copy_confidence(match + len(tokens), len(votes[winner]), voters)
+        said = [text[depth] for text in ahead]
+        winner, agree = said[0], said.count(said[0])
+        if agree < len(said):
+            for token in dict.fromkeys(said):
+                if said.count(token) > agree:
+                    winner, agree = token, said.count(token)
+        chance = copy_confidence(match + depth, agree, len(said))
         path_prob *= chance
         if path_prob < min_prob:
             break
         expected += path_prob
         tokens.append(winner)
         confidence.append(chance)
-        places = votes[winner]
+        if agree < len(said):
+            ahead = [text for text in ahead if text[depth] == winner]
     return Chain(tuple(tokens), tuple(confidence), expected)
+
+
+def _continuation(place: Place, own: Document, length: int) -> list[int]:
+    """What stands from the place on, up to `length` tokens; past the end of the own text, round its loop."""
+    return copy_from(place.document.tokens, place.start, length, place.match if place.document is own else 0)
 
 
 def _chances(

@@ -82,6 +82,11 @@ def walk(proposal: Proposal, draws: Sequence[int]) -> Verdict:
     path ends in a leaf.
     """
     assert len(draws) == 1 + len(proposal), f"{len(draws)} draws for a proposal of {len(proposal)} nodes"
+    if proposal.is_chain:
+        right = 0
+        while right < len(proposal) and proposal.tokens[right] == draws[right]:
+            right += 1
+        return Verdict(tuple(range(right)), int(draws[right]), "bonus" if right == len(proposal) else "recovered")
     path: list[int] = []
     last: int | None = None
     want = draws[0]

@@ -185,7 +185,7 @@ class Controller:
                     options.append(Option(survival))
                     orders.append((index, *order))
         for index, missing in ask.missing.items():
-            survival = sequence.learners[index].survival([None] * ask.budget, _FLOOR)
+            survival = sequence.learners[index].survival_unstated(ask.budget, _FLOOR)
             if survival:
                 options.append(Option(survival, index, self._entry_s(sequence, ask, index, missing)))
                 orders.append((index, *range(len(survival))))

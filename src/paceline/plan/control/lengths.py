@@ -175,10 +175,11 @@ def _worthiest(
         if option.drafter is not None and option.drafter != drafter:
             continue
         price = rate * (row_s + (0.0 if option.drafter is None else step_s))
-        value = top = 0.0
-        for chance in option.survival if option.drafter is None else option.survival[:depth]:
-            value += chance - price
-            top = max(top, value)
+        top = 0.0
+        for chance in _within(option, depth):
+            if chance <= price:  # nor do those behind it pay: survival never rises
+                break
+            top += chance - price
         top -= rate * option.entry_s
         if top > best_value or (best is None and option.drafter is None):
             best, best_value = index, top
@@ -189,33 +190,32 @@ def _scan(
     state: Seq[Contender], chosen: Seq[int | None], deepest: int, cost: RoundCost, base: int, plain: Plan
 ) -> Plan:
     """Take drafts in the order of their survival, costly ones up to `deepest`; the best of all prefixes."""
-    order = [
-        (-chance, i, node)
-        for i, index in enumerate(chosen)
-        if index is not None
-        for node, chance in enumerate(_within(state[i].options[index], deepest))
-    ]
+    order: list[tuple[float, int, int]] = []
+    for i, index in enumerate(chosen):
+        if index is not None:
+            order += [(-chance, i, node) for node, chance in enumerate(_within(state[i].options[index], deepest))]
     order.sort()
-    nodes = [0] * len(state)
     depths: dict[tuple[int, int], int] = {}  # (drafter, depth) -> sequences that draft so deep
     tokens, extra, best_at = plain.tokens, 0.0, 0
     best_tokens, best_s = plain.tokens, plain.plain_s
+    block, pass_s, step_s = cost.block, cost.pass_s, cost.step_s
     for at, (less, i, node) in enumerate(order, start=1):
+        tokens -= less
+        if (node + 1) % block == 0:
+            extra += state[i].block_s
         index = chosen[i]
         assert index is not None
         option = state[i].options[index]
-        tokens -= less
-        extra += option.entry_s if node == 0 else 0.0
-        if (node + 1) % cost.block == 0:
-            extra += state[i].block_s
+        if node == 0:
+            extra += option.entry_s
         if option.drafter is not None:
             sharing = depths.get((option.drafter, node), 0)
-            before = cost.step_s(option.drafter, sharing) if sharing else 0.0
-            extra += cost.step_s(option.drafter, sharing + 1) - before
+            extra += step_s(option.drafter, sharing + 1) - (step_s(option.drafter, sharing) if sharing else 0.0)
             depths[option.drafter, node] = sharing + 1
-        seconds = cost.pass_s(base + at) + extra
+        seconds = pass_s(base + at) + extra
         if tokens * best_s > best_tokens * seconds:
             best_tokens, best_s, best_at = tokens, seconds, at
+    nodes = [0] * len(state)
     for _, i, _ in order[:best_at]:
         nodes[i] += 1
     picks = tuple(Pick(index, n) if n else _NOTHING for index, n in zip(chosen, nodes, strict=True))

@@ -43,11 +43,23 @@ class AcceptanceTable:
         size = (_LAST_POSITION + 1) * _CONFIDENCES
         self._outcomes = [[0.0] * size for _ in range(_ALL + 1)]
         self._accepted = [[0.0] * size for _ in range(_ALL + 1)]
+        self._unstated: dict[int, list[float]] = {}  # by range of temperatures, until something is recorded
 
     def estimate(self, position: int, confidence: float | None, temperatures: int = 0) -> float:
         """In (0, 1). Starts at the drafter's own confidence, goes by way of all temperatures to its own."""
-        cell = _cell(position, confidence)
-        prior = self.prior if confidence is None else min(max(confidence, 0.01), 0.99)
+        if confidence is None:
+            return self.unstated(temperatures)[position if position < _LAST_POSITION else _LAST_POSITION]
+        return self._estimate(_cell(position, confidence), min(max(confidence, 0.01), 0.99), temperatures)
+
+    def unstated(self, temperatures: int = 0) -> list[float]:
+        """`estimate` for drafts without a stated confidence, by position; the last is that of all deeper ones too."""
+        known = self._unstated.get(temperatures)
+        if known is None:
+            cells = (_cell(position, None) for position in range(_LAST_POSITION + 1))
+            self._unstated[temperatures] = known = [self._estimate(cell, self.prior, temperatures) for cell in cells]
+        return known
+
+    def _estimate(self, cell: int, prior: float, temperatures: int) -> float:
         pooled = (self._accepted[_ALL][cell] + _PRIOR_WEIGHT * prior) / (self._outcomes[_ALL][cell] + _PRIOR_WEIGHT)
         own = self._outcomes[temperatures][cell]
         return (self._accepted[temperatures][cell] + _PRIOR_WEIGHT * pooled) / (own + _PRIOR_WEIGHT)
@@ -64,12 +76,15 @@ class AcceptanceTable:
 
     def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> None:
         cell = _cell(position, confidence)
+        if confidence is None:
+            self._unstated.clear()
         for key in (temperatures, _ALL):
-            outcomes = self._outcomes[key]
-            count = outcomes[cell] + 1.0
-            fade = 1.0 if count <= _TABLE_MEMORY else _TABLE_MEMORY / count
-            outcomes[cell] = count * fade
-            self._accepted[key][cell] = (self._accepted[key][cell] + accepted) * fade
+            outcomes, hits = self._outcomes[key], self._accepted[key]
+            outcomes[cell] += 1.0
+            hits[cell] += accepted
+            if outcomes[cell] > _TABLE_MEMORY:
+                hits[cell] *= _TABLE_MEMORY / outcomes[cell]
+                outcomes[cell] = _TABLE_MEMORY
 
 
 @dataclass(slots=True)
@@ -109,9 +124,25 @@ class Learner:
 
         Ends before the first that falls under `floor`.
         """
-        result, product = [], 1.0
+        result, product, correction = [], 1.0, self._first
+        table, temperatures = self.table, self.temperatures
         for position, stated in enumerate(confidence):
-            product *= self.acceptance(position, stated)
+            product *= correction.apply(table.estimate(position, stated, temperatures))
+            if product < floor:
+                break
+            result.append(product)
+            correction = self._later
+        return result
+
+    def survival_unstated(self, length: int, floor: float = 0.0) -> list[float]:
+        """`survival` of `length` drafts of unknown confidence."""
+        result, product, correction, chance = [], 1.0, self._first, 1.0
+        known = self.table.unstated(self.temperatures)
+        for position in range(length):
+            if position < len(known):
+                chance = correction.apply(known[position])
+                correction = self._later
+            product *= chance
             if product < floor:
                 break
             result.append(product)
