@@ -299,7 +299,7 @@ def assemble(
     )
     return ProbeFile(
         model=llm.checkpoint.name,
-        dtype=str(llm.dtype).removeprefix("torch."),
+        dtype=llm.precision,
         device=str(llm.device),
         processor=processor_name(),
         threads=torch.get_num_threads(),

@@ -171,7 +171,7 @@ def _engine(args: argparse.Namespace, plan: BenchPlan) -> dict[str, Any]:
         arms = _screened(args, plan, llm, arms)
         say(f"arms: {', '.join(a.name for a in arms)}")
     setup = _setup(args, plan) | {
-        "dtype": str(llm.dtype).removeprefix("torch."),
+        "dtype": llm.precision,
         "threads": torch.get_num_threads(),
         "arms": [a.name for a in arms],
     }

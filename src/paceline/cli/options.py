@@ -57,7 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
         metavar="KIND[:MODEL]",
         help="none, auto, ngram, suffix, layer-skip[:N], model:PATH; repeatable (default: auto)",
     )
-    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16 or auto (default)")
+    group.add_argument("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, int8, int4 or auto")
     group.add_argument("--draft-dtype", metavar="TYPE", help="of a draft model (default: as --dtype)")
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
@@ -171,7 +171,7 @@ def build_llm(
         on_record=on_record,
         progress=show_progress,
     )
-    dtype = str(llm.dtype).removeprefix("torch.")
+    dtype = llm.precision
     if sys.stderr.isatty():
         print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
     picked = f"{dtype} on {llm.device}, loaded in {llm.load_s:.1f} s"

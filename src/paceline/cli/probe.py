@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace) -> Any:
     )
     budget = args.budget or _BASE_S + _S_PER_GB * _gigabytes(llm)
     end_progress()
-    say(f"{args.model}: {str(llm.dtype).removeprefix('torch.')}, about {budget:.0f} s")
+    say(f"{args.model}: {llm.precision}, about {budget:.0f} s")
     options = ProbeOptions(
         budget_s=budget,
         temperatures=temperatures,

@@ -21,10 +21,12 @@ from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
+from paceline.decode.loading import load_model
 from paceline.decode.memory import fit_memory
-from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
+from paceline.decode.model.base import TargetModel
+from paceline.decode.model.checkpoint import inspect_checkpoint
 from paceline.decode.model.doctor import check_draft_vocabulary
-from paceline.decode.model.llama import LlamaDecoder
+from paceline.decode.model.precision import floats_of, pick_precision
 from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, check_tree_size
 from paceline.decode.verify.grammar import GrammarCompiler
 from paceline.decode.verify.leniency import Leniency, check_leniency
@@ -34,7 +36,7 @@ from paceline.plan.control.from_probe import check_same_engine
 from paceline.plan.control.records import DraftAlarm
 from paceline.plan.probe_file import ProbeFile, read_probe
 
-__all__ = ["LLM", "Prompt", "TokenStream", "pick_dtype"]
+__all__ = ["LLM", "Prompt", "TokenStream"]
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -51,7 +53,8 @@ class LLM:
     tree_size     draft tokens a round in all where proposals branch, draft_length on the longest path; None: chains
     verify        acceptance rule: coupled, greedy, rejection, block, or relaxed (not exact)
     relaxed       what `relaxed` takes for likely enough; typical acceptance where None
-    dtype         float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32
+    dtype         float32, bfloat16, int8 or int4 (weights alone, where the compiled decoder runs), or auto: bfloat16
+                  where the device multiplies it natively, else float32; `precision` says which
     draft_dtype   of a draft model; the target's where None
     threads       CPU threads; PyTorch's own choice where None
     max_context   tokens of prompt and answer; the model's own maximum, at most 4096, where None
@@ -103,8 +106,9 @@ class LLM:
         if threads is not None:
             torch.set_num_threads(threads)
         self.device = _pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
-        self.checkpoint, decoder = _load(model, self.dtype, self.device, progress)
+        self.precision = pick_precision(dtype, self.device)
+        self.dtype = floats_of(self.precision)
+        self.checkpoint, decoder = load_model(model, self.precision, self.device, progress)
         if not decoder.row_policy.proved:
             warnings.warn(
                 "no padding tried makes a row independent of its pass on this machine; drafted text may part from "
@@ -118,7 +122,7 @@ class LLM:
             deterministic=deterministic,
             prefix_cache=prefix_cache,
         )
-        drafting = pick_dtype(draft_dtype or dtype, self.device)
+        drafting = pick_precision(draft_dtype or dtype, self.device)
         self.notes: list[str] = []  # what loading found that the caller should know
         self.draft_set = build_drafters(
             specs,
@@ -287,18 +291,17 @@ class LLM:
         return [_output(r, sequences) for r, sequences in zip(requests, queued, strict=True)]
 
     def _load_draft(
-        self, spec: str, dtype: torch.dtype, progress: Callable[[str], None] | None
+        self, spec: str, precision: str, progress: Callable[[str], None] | None
     ) -> DraftModel:
         inspected = inspect_checkpoint(spec, progress)
         translation = check_draft_vocabulary(self.checkpoint, inspected)
         if translation is not None:
             self.notes.append(f"{spec} has another tokenizer, its drafts are translated: {translation.overlap}")
-        return DraftModel(*_load(spec, dtype, self.device, progress), translation)
+        return DraftModel(*load_model(spec, precision, self.device, progress), translation)
 
-    def _read_probe(self, path: Path, decoder: LlamaDecoder) -> ProbeFile:
+    def _read_probe(self, path: Path, decoder: TargetModel) -> ProbeFile:
         probe = read_probe(path)
-        dtype = str(self.dtype).removeprefix("torch.")
-        check_same_engine(probe, dtype, decoder.weight_bytes, torch.get_num_threads())
+        check_same_engine(probe, self.precision, decoder.weight_bytes, torch.get_num_threads())
         return probe
 
     def _context(self, asked: int | None) -> int:
@@ -314,7 +317,7 @@ class LLM:
             path,
             {
                 "model": model,
-                "dtype": str(self.dtype).removeprefix("torch."),
+                "dtype": self.precision,
                 "drafter": self.defaults.drafter,
                 "draft_length": self.defaults.draft_length,
                 "tree_size": self.defaults.tree_size,
@@ -406,25 +409,6 @@ def completion(sequence: Sequence) -> Completion:
         verify=sequence.request.draft.verify,
         lossless=get_rule(sequence.request.draft.verify).lossless,
     )
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; `auto` is bfloat16 where the device multiplies it natively."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-        return torch.bfloat16
-    if name not in known:
-        raise InvalidParameter("dtype", name, "auto, float32 or bfloat16")
-    return known[name]
-
-
-def _load(
-    spec: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] | None
-) -> tuple[Checkpoint, LlamaDecoder]:
-    checkpoint = load_checkpoint(spec, dtype=dtype, progress=progress)
-    return checkpoint, LlamaDecoder(checkpoint.config, checkpoint.tensors, device)
 
 
 def _pick_device(name: str) -> torch.device:

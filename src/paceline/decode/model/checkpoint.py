@@ -17,7 +17,7 @@ from paceline.decode.model.experts import fuse_experts
 from paceline.decode.model.families import check_family
 from paceline.decode.model.features import features_of, head_width, windowed_layers
 from paceline.decode.model.gguf_file import GGUFFile
-from paceline.decode.model.gguf_model import gguf_config, gguf_tensors
+from paceline.decode.model.gguf_model import StoredWeights, gguf_config, gguf_tensors
 from paceline.decode.model.gguf_tokenizer import gguf_end_ids, gguf_tokenizer, gguf_vocab_size
 from paceline.decode.model.safetensors_files import (
     folder_config,
@@ -46,6 +46,7 @@ class Checkpoint:
     eos_token_ids  every id that ends a text, from whichever file names one
     vocab_size     real token ids; rows of the head from there on are padding
     max_positions  context length in tokens
+    stored         how a GGUF file has its weights, None for other files
     """
 
     name: str
@@ -55,6 +56,7 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_positions: int
+    stored: StoredWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def load_checkpoint(
         eos_token_ids=opened.eos_token_ids,
         vocab_size=opened.vocab_size,
         max_positions=config.max_position_embeddings,
+        stored=None if opened.stored is None else opened.stored(),
     )
 
 
@@ -139,6 +142,7 @@ class _Opened:
     eos_token_ids: frozenset[int]
     vocab_size: int
     tensors: Callable[[torch.dtype, Callable[[str], None] | None], dict[str, torch.Tensor]]
+    stored: Callable[[], StoredWeights] | None = None
 
 
 def _open(source: ModelSource) -> _Opened:
@@ -157,6 +161,7 @@ def _open_gguf(source: ModelSource) -> _Opened:
         eos_token_ids=gguf_end_ids(file),
         vocab_size=min(gguf_vocab_size(file) or config.vocab_size, config.vocab_size),
         tensors=lambda dtype, progress: gguf_tensors(file, config, dtype, progress),
+        stored=lambda: StoredWeights(file, config),
     )
 
 

@@ -22,6 +22,7 @@ import gguf
 import numpy as np
 import torch
 
+from paceline.decode.model.blocks import FOUR_BITS, Blocks, read_blocks
 from paceline.errors import ModelFormatError, ModelNotFound, UnsupportedModel
 
 __all__ = ["GGUFFile", "GGUFTensor"]
@@ -117,6 +118,14 @@ class GGUFFile:
             chunk = rows[start : start + _ROWS_AT_ONCE]
             flat[start : start + len(chunk)] = torch.from_numpy(self._dequantise(tensor, chunk))
         return out
+
+    def blocks(self, name: str, row_order: np.ndarray | None = None) -> Blocks | None:
+        """The tensor's 4-bit blocks as they are stored, None where it is stored otherwise; `row_order` as in `read`."""
+        tensor = self.tensors[name]
+        if tensor.kind not in FOUR_BITS or len(tensor.shape) != 2:
+            return None
+        rows = self._stored_rows(tensor)
+        return read_blocks(rows if row_order is None else rows[row_order], tensor.kind)
 
     def _stored_rows(self, tensor: GGUFTensor) -> np.ndarray:
         """The tensor's bytes, one line per row of the last dimension (a vector is one value per row)."""

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.decode.model.blocks import MORE_BITS, Blocks
 from paceline.decode.model.experts import join_gate_and_up
 from paceline.decode.model.families import one_line, refuse_architecture
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.decode.model.gguf_rotary import ROTARY_FACTORS, gguf_rotary, shortest
 from paceline.errors import ModelFormatError, UnsupportedModel
 
-__all__ = ["gguf_config", "gguf_tensors"]
+__all__ = ["StoredWeights", "gguf_config", "gguf_tensors"]
 
 _MODEL_TYPES = {
     "llama": "llama",
@@ -201,6 +202,25 @@ def gguf_tensors(
                 progress(f"reading {file.path.name}: {len(tensors)} of {len(names)} tensors")
             tensors[target] = tensor
     return join_gate_and_up(tensors)
+
+
+class StoredWeights:
+    """How the file has its weights, by their Hugging Face names."""
+
+    def __init__(self, file: GGUFFile, config: Any) -> None:
+        self._file, self._config = file, config
+        names = (name for name in file.tensors if name not in ROTARY_FACTORS)
+        self._names = {_target_name(file, name, config.model_type): name for name in names}
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The 4-bit blocks of a weight, None where the file has it otherwise."""
+        stored = self._names[name]
+        order = _row_order(stored, self._file.tensors[stored].shape[0], self._config)
+        return self._file.blocks(stored, order)
+
+    def more_bits(self, name: str) -> bool:
+        """Whether the file has a weight in 5 to 8 bits."""
+        return self._file.tensors[self._names[name]].kind in MORE_BITS
 
 
 def _target_name(file: GGUFFile, name: str, kind: str) -> str:

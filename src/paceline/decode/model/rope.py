@@ -58,6 +58,10 @@ class Rotations:
         rows = step.positions if step.turned_long is None else 2 * step.positions + step.turned_long
         return {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in self._tables.items()}
 
+    def table(self, kind: str | None) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of every position there are tables for."""
+        return self._tables[kind]
+
     def _table(self, sets: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Row `sets * p + s` is position p by set s."""
         width = 2 * sets.shape[1]

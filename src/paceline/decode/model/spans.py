@@ -113,6 +113,8 @@ class Geometry:
     group      query heads per KV head
     ring       storage of the layers that look back through a window, None where all see everything
     long_from  sequences that may grow past this many tokens turn by the second of the model's two rotations
+    together   rows of a sequence that attend together at most, in a decoder that takes passes as `RowLists`; None in
+               one that takes padded attention calls
     """
 
     kv_heads: int
@@ -121,6 +123,7 @@ class Geometry:
     device: torch.device
     ring: Ring | None = None
     long_from: int | None = None
+    together: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.decode.model.branches import lay_out
 from paceline.decode.model.calls import attention_calls
+from paceline.decode.model.row_lists import RowLists, row_lists
 from paceline.decode.model.spans import KV_BLOCK, AttentionGroup, Geometry, Level, Ring, RowPolicy, Span
 
 __all__ = ["KV_BLOCK", "AttentionGroup", "Geometry", "Level", "Ring", "RowPolicy", "Span", "StepInputs", "build_inputs"]
@@ -38,6 +39,8 @@ class StepInputs:
     head_pieces row ranges of the LM head's products
     logits_of   for each span, in the order given: first logit row and how many
     rows_of     likewise for rows
+    lists       the pass by rows, for decoders that take it so (`Geometry.together`); then there are no padding rows,
+                `positions` are not given and neither are pieces and groups
     """
 
     token_ids: Tensor
@@ -53,6 +56,7 @@ class StepInputs:
     logits_of: tuple[tuple[int, int], ...]
     rows_of: tuple[tuple[int, int], ...]
     turned_long: Tensor | None = None
+    lists: RowLists | None = None
 
 
 class _Layout:
@@ -100,6 +104,8 @@ def build_inputs(
 
     `capacity` is the cache's tokens per slot; `tiled` (deterministic mode) cuts products into `policy.tile` rows.
     """
+    if geometry.together is not None:
+        return _by_rows(spans, capacity, geometry.together, geometry.long_from)
     layout = _Layout(capacity, policy.multiple, geometry.long_from)
     decode = sorted((i for i, s in enumerate(spans) if not s.prefill), key=lambda i: spans[i].slot)
     prefill = [i for i, s in enumerate(spans) if s.prefill]
@@ -139,6 +145,29 @@ def build_inputs(
         logits_of=tuple(logits_of),
         rows_of=tuple(rows_of),
         turned_long=None if geometry.long_from is None else torch.tensor(layout.turned_long, device=device),
+    )
+
+
+def _by_rows(spans: Sequence[Span], capacity: int, together: int, long_from: int | None) -> StepInputs:
+    for span in spans:
+        end = span.start + len(span.tokens)
+        assert end <= capacity, f"span ends at {end} of {capacity}"
+    lists = row_lists(spans, together, long_from)
+    none = torch.empty(0, dtype=torch.int64)
+    return StepInputs(
+        token_ids=torch.tensor(lists.ids),
+        positions=none,
+        real=None,
+        tokens=len(lists.ids),
+        cache_slots=none,
+        cache_positions=none,
+        pieces=(),
+        groups=(),
+        wanted=None,
+        head_pieces=(),
+        logits_of=lists.logits_of,
+        rows_of=lists.rows_of,
+        lists=lists,
     )
 
 

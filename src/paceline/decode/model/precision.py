@@ -1,0 +1,26 @@
+"""In which numbers a model is held: what `--dtype` allows, and which of them a device gets where nothing is asked."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.errors import InvalidParameter
+
+__all__ = ["PRECISIONS", "floats_of", "pick_precision"]
+
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """The precision of that name; `auto` is bfloat16 where the device multiplies it natively, else float32."""
+    if name == "auto":
+        native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return "bfloat16" if native else "float32"
+    if name not in PRECISIONS:
+        raise InvalidParameter("dtype", name, f"auto, {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
+    return name
+
+
+def floats_of(precision: str) -> torch.dtype:
+    """The floats that weights of this precision are read as, and keys and values are kept in."""
+    return torch.float32 if precision == "float32" else torch.bfloat16

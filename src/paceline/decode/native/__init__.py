@@ -1,0 +1,1 @@
+"""Decoders compiled for this CPU: see `decoder.cpp`."""

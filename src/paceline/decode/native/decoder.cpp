@@ -1,0 +1,755 @@
+// A whole decoder pass of the Llama family for CPUs with AVX-512 VNNI and BF16, called through ctypes.
+//
+// Every output of a product is summed by one thread in one order, whatever the rows beside it, and attention sums
+// over keys by their order in the text. So a row has the same bits in every pass: alone, in a verify block, in a tree,
+// in a prompt chunk, beside other sequences. Nothing is padded for it.
+//
+// A weight [n, k] lies in blocks of 16 outputs, k running fastest between them, so that a pass reads it once and in
+// order. Activations are bfloat16 beside bfloat16 weights, and int8 with a scale for every 32 of them beside int8
+// (a scale an output) and int4 weights (a scale and a minimum for every 32); their sums are whole numbers.
+// The residual stream is float32. Keys and values are bfloat16.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;   // outputs of a block
+constexpr int GROUP = 32;   // activations, and int4 weights, under one scale
+constexpr int TILE = 8;     // rows computed together
+constexpr int QUERIES = 64; // of an attention task at most
+constexpr int KEYS = 16;    // keys looked at together
+
+// -- threads ---------------------------------------------------------------------------------------------------
+
+// Threads are PyTorch's own: two pools on the same cores would spin against each other.
+inline void barrier() {
+#pragma omp barrier
+}
+
+// Memory that grows, never shrinks, and is not kept when it does.
+template <class T>
+struct Scratch {
+  T* data = nullptr;
+  size_t held = 0;
+  T* of(size_t count) {
+    if (count > held) {
+      std::free(data);
+      held = count + count / 4 + 64;
+      data = static_cast<T*>(std::aligned_alloc(64, (held * sizeof(T) + 63) / 64 * 64));
+      if (data == nullptr) std::abort();
+    }
+    return data;
+  }
+  ~Scratch() { std::free(data); }
+};
+
+// -- small vector functions ------------------------------------------------------------------------------------
+
+inline __m512 exp_of(__m512 x) {  // Cephes' expf: relative error below 2^-22
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 silu(__m512 x) {
+  __m512 low = exp_of(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  __m512 y = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), low));
+  __mmask16 strange = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_mask_mov_ps(y, strange, x);
+}
+
+inline void store_bf16(uint16_t* to, __m512 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+
+inline __m512 load_bf16(const uint16_t* from) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inline __m512i broadcast4(const void* from) {
+  int32_t value;
+  std::memcpy(&value, from, 4);
+  return _mm512_set1_epi32(value);
+}
+
+// -- weights and activations -----------------------------------------------------------------------------------
+
+enum Kind : int32_t { BF16 = 0, INT8 = 1, INT4 = 2 };
+
+constexpr int INT4_GROUP_BYTES = GROUP * LANES / 2 + 2 * LANES * 2;  // nibbles, then scales and minima in float16
+
+size_t block_bytes(int kind, int k) {
+  if (kind == BF16) return size_t(k) * LANES * 2;
+  if (kind == INT8) return size_t(k) * LANES;
+  return size_t(k / GROUP) * INT4_GROUP_BYTES;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Product {
+  int32_t kind, n, k, blocks;  // blocks of 16 outputs; the last may be padded
+  const uint8_t* weight;
+  const float* scale;  // [blocks * 16], of int8 alone
+  const float* bias;   // [blocks * 16] or null
+};
+
+struct Layer {
+  const float *input_norm, *mlp_norm;  // [hidden]
+  const float *query_norm, *key_norm;  // [head_dim] or null
+  Product qkv, out, gate_up, down;     // blocks of gate and of up take turns
+};
+
+struct Shape {
+  int32_t layers, hidden, heads, kv_heads, head_dim, inner, vocab, rotary;
+  float eps, attention_scale;
+};
+
+// One pass. A task is a row, or neighbouring rows, of one sequence in attention.
+struct Pass {
+  int32_t rows, layers, tasks, wanted_rows, keys_only, tap_count;
+  const int64_t* ids;       // [rows]
+  const int32_t* turns;     // [rows] row of the rotation tables
+  const int32_t* slots;     // [rows]
+  const int32_t* places;    // [rows] where keys and values go in the slot
+  const int32_t* task_row;  // [tasks + 1] first row; the rows of a task share a slot
+  const int32_t* seen;      // [rows] keys seen in place order: all before this one
+  const int32_t* tail_from; // [rows + 1] further keys of a row: tails[tail_from[r]] .. tails[tail_from[r + 1]]
+  const int32_t* tails;     // their places, in the order of the text
+  const int32_t* wanted;    // [wanted_rows] rows whose logits to compute
+  const int32_t* taps;      // [tap_count] layers whose output to keep; the number of layers: after the norm
+  float* const* tap_out;    // [tap_count] [rows, hidden]
+  const float *cosines, *sines;  // [positions, rotary / 2]
+  uint16_t* const* caches;       // by layer: [2, slots, kv_heads, capacity, head_dim]
+  int64_t capacity, cache_slots;
+  float* logits;            // [wanted_rows, vocab]
+};
+}
+
+namespace {
+
+// Activations as a product reads them.
+struct Activations {
+  int kind = BF16, k = 0;
+  uint16_t* bf16 = nullptr;  // [rows, k]
+  int8_t* whole = nullptr;   // [rows, k]
+  float* scale = nullptr;    // [rows, k / 32]
+  int32_t* offset = nullptr; // [rows, k / 32] -128 * their sum, of int8
+  float* sum = nullptr;      // [rows, k / 32] scale * their sum, of int4
+  Scratch<uint16_t> bf16_memory;
+  Scratch<int8_t> whole_memory;
+  Scratch<float> scale_memory, sum_memory;
+  Scratch<int32_t> offset_memory;
+
+  void reserve(int rows, const Product& reader) {
+    kind = reader.kind, k = reader.k;
+    size_t groups = size_t(rows) * (k / GROUP);
+    if (kind == BF16) {
+      bf16 = bf16_memory.of(size_t(rows) * k);
+      return;
+    }
+    whole = whole_memory.of(size_t(rows) * k);
+    scale = scale_memory.of(groups);
+    offset = offset_memory.of(groups);
+    sum = sum_memory.of(groups);
+  }
+
+  // Put 32 neighbouring values of a row.
+  inline void put(int row, int at, __m512 low, __m512 high) {
+    if (kind == BF16) {
+      store_bf16(bf16 + size_t(row) * k + at, low);
+      store_bf16(bf16 + size_t(row) * k + at + LANES, high);
+      return;
+    }
+    size_t group = size_t(row) * (k / GROUP) + at / GROUP;
+    __m512 most = _mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high));
+    float step = _mm512_reduce_max_ps(most) / 127.0f;
+    __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
+    __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+    __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+    int8_t* to = whole + size_t(row) * k + at;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + LANES), _mm512_cvtsepi32_epi8(b));
+    __mmask16 strange = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
+    if (strange) step = __builtin_nanf("");  // what is no number must stay none
+    int total = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    scale[group] = step;
+    offset[group] = -128 * total;
+    sum[group] = step * float(total);
+  }
+};
+
+// -- products: 16 outputs of R rows ----------------------------------------------------------------------------
+
+template <int R>
+inline void int8_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+  const int k = p.k, groups = k / GROUP;
+  const uint8_t* w = p.weight + block * block_bytes(INT8, k);
+  const int8_t* x = a.whole + size_t(row) * k;
+  const float* scale = a.scale + size_t(row) * groups;
+  const int32_t* offset = a.offset + size_t(row) * groups;
+  __m512 sums[R];
+  for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; g++) {
+    __m512i v[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      v[i] = _mm512_load_si512(w + i * 64);
+      _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + 4096), _MM_HINT_T0);
+    }
+    w += 512;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const int8_t* xr = x + size_t(r) * k + g * GROUP;
+      __m512i whole = _mm512_set1_epi32(offset[size_t(r) * groups + g]);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) whole = _mm512_dpbusd_epi32(whole, v[i], broadcast4(xr + 4 * i));
+      sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]), sums[r]);
+    }
+  }
+  __m512 step = _mm512_loadu_ps(p.scale + block * LANES);
+  for (int r = 0; r < R; r++) out[r] = _mm512_mul_ps(sums[r], step);
+}
+
+template <int R>
+inline void int4_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+  const int k = p.k, groups = k / GROUP;
+  const uint8_t* w = p.weight + block * block_bytes(INT4, k);
+  const int8_t* x = a.whole + size_t(row) * k;
+  const float* scale = a.scale + size_t(row) * groups;
+  const float* total = a.sum + size_t(row) * groups;
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 sums[R];
+  for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; g++) {
+    __m512i v[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m512i both = _mm512_load_si512(w + i * 64);
+      v[i] = _mm512_and_si512(both, low);
+      v[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + 4096), _MM_HINT_T0);
+    }
+    __m512 step = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 256)));
+    __m512 least = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 288)));
+    _mm_prefetch(reinterpret_cast<const char*>(w + 256 + 4096), _MM_HINT_T0);
+    w += INT4_GROUP_BYTES;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const int8_t* xr = x + size_t(r) * k + g * GROUP;
+      __m512i whole = _mm512_setzero_si512();
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) whole = _mm512_dpbusd_epi32(whole, v[i], broadcast4(xr + 4 * i));
+      __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]));
+      sums[r] = _mm512_fmadd_ps(part, step, sums[r]);
+      sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(total[size_t(r) * groups + g]), sums[r]);
+    }
+  }
+  for (int r = 0; r < R; r++) out[r] = sums[r];
+}
+
+template <int R>
+inline void bf16_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+  const int k = p.k;
+  const uint8_t* w = p.weight + block * block_bytes(BF16, k);
+  const uint16_t* x = a.bf16 + size_t(row) * k;
+  __m512 even[R], odd[R];
+  for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
+  for (int i = 0; i < k; i += 4) {
+    __m512bh first = reinterpret_cast<__m512bh>(_mm512_load_si512(w));
+    __m512bh second = reinterpret_cast<__m512bh>(_mm512_load_si512(w + 64));
+    _mm_prefetch(reinterpret_cast<const char*>(w + 4096), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(w + 4096 + 64), _MM_HINT_T0);
+    w += 128;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const uint16_t* xr = x + size_t(r) * k + i;
+      even[r] = _mm512_dpbf16_ps(even[r], first, reinterpret_cast<__m512bh>(broadcast4(xr)));
+      odd[r] = _mm512_dpbf16_ps(odd[r], second, reinterpret_cast<__m512bh>(broadcast4(xr + 2)));
+    }
+  }
+  for (int r = 0; r < R; r++) out[r] = _mm512_add_ps(even[r], odd[r]);
+}
+
+template <int R>
+inline void tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+  if (p.kind == INT8) int8_tile<R>(p, block, a, row, out);
+  else if (p.kind == INT4) int4_tile<R>(p, block, a, row, out);
+  else bf16_tile<R>(p, block, a, row, out);
+  if (p.bias == nullptr) return;
+  __m512 bias = _mm512_loadu_ps(p.bias + block * LANES);
+  for (int r = 0; r < R; r++) out[r] = _mm512_add_ps(out[r], bias);
+}
+
+// Outputs `block` of rows [row, row + count), count at most TILE.
+void outputs(const Product& p, int block, const Activations& a, int row, int count, __m512* out) {
+  switch (count) {
+    case 1: return tile<1>(p, block, a, row, out);
+    case 2: return tile<2>(p, block, a, row, out);
+    case 3: return tile<3>(p, block, a, row, out);
+    case 4: return tile<4>(p, block, a, row, out);
+    case 5: return tile<5>(p, block, a, row, out);
+    case 6: return tile<6>(p, block, a, row, out);
+    case 7: return tile<7>(p, block, a, row, out);
+    default: return tile<8>(p, block, a, row, out);
+  }
+}
+
+// Units of work handed out one after another.
+struct Counter {
+  alignas(64) std::atomic<int> next{0};
+};
+
+// Calls `each(first block, row, count)` for all units of `step` blocks and all tiles of rows; a unit's weights stay
+// in the core's cache while the rows go by.
+template <class F>
+void over_blocks(Counter& counter, const Product& p, int step, int rows, F each) {
+  const size_t bytes = block_bytes(p.kind, p.k) * step;
+  const int together = rows <= TILE ? 1 : std::max<int>(1, std::min<int>(8, (384 << 10) / bytes));
+  const int units = (p.blocks / step + together - 1) / together;
+  for (int unit; (unit = counter.next.fetch_add(1, std::memory_order_relaxed)) < units;) {
+    const int low = unit * together * step, high = std::min(low + together * step, p.blocks);
+    for (int row = 0; row < rows; row += TILE)
+      for (int block = low; block < high; block += step) each(block, row, std::min(TILE, rows - row));
+  }
+}
+
+// -- the model -------------------------------------------------------------------------------------------------
+
+struct Workspace {  // of one thread
+  Scratch<float> scores, mixed;
+  Scratch<uint16_t> weights, queries;
+  alignas(64) __m512i keys[128], values[128];
+};
+
+struct Model {
+  Shape shape;
+  std::vector<Layer> layers;
+  const float* norm;
+  Product head;
+  const uint16_t* embedding;  // [vocab, hidden] bfloat16, null where the head's weights are the embedding
+  int threads;
+  std::vector<Workspace> workspaces;
+  std::vector<Counter> counters;
+  Scratch<float> x_memory, qkv_memory;
+  Activations normed, mixed, inner;
+  int qkv_width = 0;
+
+  Model(const Shape& s, const Layer* ls, const float* n, const Product& h, const uint16_t* e, int t)
+      : shape(s), layers(ls, ls + s.layers), norm(n), head(h), embedding(e), threads(t), workspaces(t),
+        counters(size_t(s.layers) * 5 + 2) {
+    qkv_width = layers[0].qkv.blocks * LANES;
+  }
+};
+
+float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+
+// Column k of output n of a weight, as it was before it was packed.
+float weight_at(const Product& p, int n, int k) {
+  const int block = n / LANES, lane = n % LANES;
+  const uint8_t* w = p.weight + block * block_bytes(p.kind, p.k);
+  if (p.kind == BF16) {
+    uint16_t bits;
+    std::memcpy(&bits, w + (size_t(k / 2) * LANES + lane) * 4 + (k % 2) * 2, 2);
+    uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+  if (p.kind == INT8) return p.scale[n] * (int(w[(size_t(k / 4) * LANES + lane) * 4 + k % 4]) - 128);
+  w += size_t(k / GROUP) * INT4_GROUP_BYTES;
+  const int i = k % GROUP / 4;
+  const uint8_t both = w[(size_t(i % 4) * LANES + lane) * 4 + k % 4];
+  uint16_t step, least;
+  std::memcpy(&step, w + 256 + 2 * lane, 2);
+  std::memcpy(&least, w + 288 + 2 * lane, 2);
+  return half_to_float(step) * (i < 4 ? both & 15 : both >> 4) + half_to_float(least);
+}
+
+void embed(const Model& m, int64_t id, float* x) {
+  const int width = m.shape.hidden;
+  if (m.embedding == nullptr) {
+    for (int k = 0; k < width; k++) x[k] = weight_at(m.head, int(id), k);
+    return;
+  }
+  for (int k = 0; k < width; k += LANES) _mm512_storeu_ps(x + k, load_bf16(m.embedding + size_t(id) * width + k));
+}
+
+float inverse_root(const float* x, int width, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int k = 0; k < width; k += LANES) {
+    __m512 v = _mm512_loadu_ps(x + k);
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps);
+}
+
+void norm_row(const float* x, const float* weight, float eps, int row, Activations& to) {
+  __m512 by = _mm512_set1_ps(inverse_root(x, to.k, eps));
+  for (int k = 0; k < to.k; k += GROUP) {
+    __m512 low = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + k), by), _mm512_loadu_ps(weight + k));
+    __m512 high = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + k + LANES), by), _mm512_loadu_ps(weight + k + LANES));
+    to.put(row, k, low, high);
+  }
+}
+
+// Norm (where there is one) and turn a head in place.
+void turn_head(float* head, const float* norm, const Model& m, const Pass& pass, int row) {
+  const int width = m.shape.head_dim, half = m.shape.rotary / 2;
+  if (norm != nullptr) {
+    const float by = inverse_root(head, width, m.shape.eps);
+    for (int i = 0; i < width; i++) head[i] = head[i] * by * norm[i];
+  }
+  const float* cosine = pass.cosines + size_t(pass.turns[row]) * half;
+  const float* sine = pass.sines + size_t(pass.turns[row]) * half;
+  for (int i = 0; i < half; i++) {
+    const float a = head[i], b = head[i + half];
+    head[i] = a * cosine[i] - b * sine[i];
+    head[i + half] = b * cosine[i] + a * sine[i];
+  }
+}
+
+void rotate_and_keep(Model& m, const Layer& layer, const Pass& pass, int index, int row) {
+  const Shape& s = m.shape;
+  float* qkv = m.qkv_memory.data + size_t(row) * m.qkv_width;
+  for (int h = 0; h < s.heads + s.kv_heads; h++)
+    turn_head(qkv + h * s.head_dim, h < s.heads ? layer.query_norm : layer.key_norm, m, pass, row);
+  const size_t capacity = pass.capacity, half = pass.cache_slots * s.kv_heads * capacity * s.head_dim;
+  for (int h = 0; h < s.kv_heads; h++) {
+    size_t at = ((size_t(pass.slots[row]) * s.kv_heads + h) * capacity + pass.places[row]) * s.head_dim;
+    const float* key = qkv + (s.heads + h) * s.head_dim;
+    const float* value = key + s.kv_heads * s.head_dim;
+    for (int i = 0; i < s.head_dim; i += LANES) {
+      store_bf16(pass.caches[index] + at + i, _mm512_loadu_ps(key + i));
+      store_bf16(pass.caches[index] + half + at + i, _mm512_loadu_ps(value + i));
+    }
+  }
+}
+
+// -- attention -------------------------------------------------------------------------------------------------
+
+// 16 rows of 16 pairs, transposed.
+inline void transpose16(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+struct Sight {  // the keys of a row in the order of the text
+  int seen, count;
+  const int32_t* tail;
+  int place(int j) const {
+    j = std::min(j, count - 1);
+    return j < seen ? j : tail[j - seen];
+  }
+};
+
+inline Sight sight_of(const Pass& pass, int row) {
+  const int from = pass.tail_from[row];
+  return {pass.seen[row], pass.seen[row] + pass.tail_from[row + 1] - from, pass.tails + from};
+}
+
+// Rows [first, last) of one sequence over one KV head. Where there are several, each sees what the last one sees
+// but for its end.
+void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_head, Workspace& space) {
+  const Shape& s = m.shape;
+  const int group = s.heads / s.kv_heads, width = s.head_dim, pairs = width / 2, chunks = width / LANES;
+  const int queries = (last - first) * group;
+  const Sight sight = sight_of(pass, last - 1);
+  const int blocks = (sight.count + KEYS - 1) / KEYS, padded = blocks * KEYS;
+  const size_t capacity = pass.capacity, half = pass.cache_slots * s.kv_heads * capacity * width;
+  const uint16_t* keys = pass.caches[index] + (size_t(pass.slots[first]) * s.kv_heads + kv_head) * capacity * width;
+  const uint16_t* values = keys + half;
+
+  uint16_t* q = space.queries.of(size_t(queries) * width);
+  int counts[QUERIES];
+  for (int i = 0; i < queries; i++) {
+    const int row = first + i / group;
+    const float* from = m.qkv_memory.data + size_t(row) * m.qkv_width + (kv_head * group + i % group) * width;
+    counts[i] = sight_of(pass, row).count;
+    for (int d = 0; d < width; d += LANES)
+      store_bf16(q + i * width + d, _mm512_mul_ps(_mm512_loadu_ps(from + d), _mm512_set1_ps(s.attention_scale)));
+  }
+
+  float* scores = space.scores.of(size_t(queries) * padded);
+  for (int b = 0; b < blocks; b++) {
+    const uint16_t* at[KEYS];
+    for (int j = 0; j < KEYS; j++) at[j] = keys + size_t(sight.place(b * KEYS + j)) * width;
+    for (int part = 0; part < pairs / 16; part++) {
+      for (int j = 0; j < KEYS; j++) space.keys[part * 16 + j] = _mm512_loadu_si512(at[j] + part * 32);
+      transpose16(space.keys + part * 16);
+    }
+    for (int i = 0; i < queries; i++) {
+      if (counts[i] <= b * KEYS) continue;
+      __m512 even = _mm512_setzero_ps(), odd = even;
+      for (int d = 0; d < pairs; d += 2) {
+        even = _mm512_dpbf16_ps(even, (__m512bh)space.keys[d], (__m512bh)broadcast4(q + i * width + 2 * d));
+        odd = _mm512_dpbf16_ps(odd, (__m512bh)space.keys[d + 1], (__m512bh)broadcast4(q + i * width + 2 * d + 2));
+      }
+      __m512 sum = _mm512_add_ps(even, odd);
+      const int left = counts[i] - b * KEYS;
+      if (left < KEYS)
+        sum = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), __mmask16((1u << left) - 1), sum);
+      _mm512_storeu_ps(scores + size_t(i) * padded + b * KEYS, sum);
+    }
+  }
+
+  uint16_t* weights = space.weights.of(size_t(queries) * padded);
+  float* mixed = space.mixed.of(size_t(queries) * width + QUERIES);
+  float* inverse = mixed + size_t(queries) * width;
+  for (int i = 0; i < queries; i++) {
+    const int own = (counts[i] + KEYS - 1) / KEYS * KEYS;
+    const float* row = scores + size_t(i) * padded;
+    __m512 most = _mm512_loadu_ps(row), total = _mm512_setzero_ps();
+    for (int j = KEYS; j < own; j += KEYS) most = _mm512_max_ps(most, _mm512_loadu_ps(row + j));
+    __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int j = 0; j < own; j += KEYS) {
+      __m512 score = _mm512_loadu_ps(row + j);
+      __m512 weight = exp_of(_mm512_sub_ps(score, top));
+      weight = _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q), score);
+      if (counts[i] - j < KEYS) weight = _mm512_maskz_mov_ps(__mmask16((1u << (counts[i] - j)) - 1), weight);
+      store_bf16(weights + size_t(i) * padded + j, weight);
+      total = _mm512_add_ps(total, load_bf16(weights + size_t(i) * padded + j));
+    }
+    inverse[i] = 1.0f / _mm512_reduce_add_ps(total);
+  }
+  std::memset(mixed, 0, size_t(queries) * width * sizeof(float));
+
+  for (int b = 0; b < blocks; b++) {
+    for (int j = 0; j < KEYS; j += 2) {
+      const uint16_t* one = values + size_t(sight.place(b * KEYS + j)) * width;
+      const uint16_t* two = values + size_t(sight.place(b * KEYS + j + 1)) * width;
+      for (int c = 0; c < chunks; c++) {
+        __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(one + c * LANES)));
+        __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(two + c * LANES)));
+        space.values[j / 2 * chunks + c] = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+      }
+    }
+    for (int i = 0; i < queries; i++) {
+      if (counts[i] <= b * KEYS) continue;
+      const uint16_t* weight = weights + size_t(i) * padded + b * KEYS;
+      for (int c = 0; c < chunks; c++) {
+        float* to = mixed + size_t(i) * width + c * LANES;
+        __m512 sum = _mm512_loadu_ps(to);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++)
+          sum = _mm512_dpbf16_ps(sum, (__m512bh)space.values[j * chunks + c], (__m512bh)broadcast4(weight + 2 * j));
+        _mm512_storeu_ps(to, sum);
+      }
+    }
+  }
+  for (int i = 0; i < queries; i++) {
+    const __m512 by = _mm512_set1_ps(inverse[i]);
+    const float* from = mixed + size_t(i) * width;
+    const int at = (kv_head * group + i % group) * width;
+    for (int d = 0; d < width; d += GROUP)
+      m.mixed.put(first + i / group, at + d, _mm512_mul_ps(_mm512_loadu_ps(from + d), by),
+                  _mm512_mul_ps(_mm512_loadu_ps(from + d + LANES), by));
+  }
+}
+
+// -- the pass --------------------------------------------------------------------------------------------------
+
+void add_product(Counter& counter, const Product& p, const Activations& a, int rows, float* x, int width) {
+  over_blocks(counter, p, 1, rows, [&](int block, int row, int count) {
+    __m512 out[TILE];
+    outputs(p, block, a, row, count, out);
+    for (int r = 0; r < count; r++) {
+      float* to = x + size_t(row + r) * width + block * LANES;
+      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), out[r]));
+    }
+  });
+}
+
+void gated_product(Counter& counter, const Product& p, const Activations& a, int rows, Activations& to) {
+  over_blocks(counter, p, 4, rows, [&](int block, int row, int count) {
+    __m512 gate[2][TILE], up[TILE];
+    for (int half = 0; half < 2; half++) {
+      outputs(p, block + 2 * half, a, row, count, gate[half]);
+      outputs(p, block + 2 * half + 1, a, row, count, up);
+      for (int r = 0; r < count; r++) gate[half][r] = _mm512_mul_ps(silu(gate[half][r]), up[r]);
+    }
+    for (int r = 0; r < count; r++) to.put(row + r, block / 4 * GROUP, gate[0][r], gate[1][r]);
+  });
+}
+
+void plain_product(Counter& counter, const Product& p, const Activations& a, int rows, float* to, size_t stride) {
+  over_blocks(counter, p, 1, rows, [&](int block, int row, int count) {
+    __m512 out[TILE];
+    outputs(p, block, a, row, count, out);
+    const int left = std::min(LANES, int(stride) - block * LANES);
+    for (int r = 0; r < count; r++)
+      _mm512_mask_storeu_ps(to + size_t(row + r) * stride + block * LANES, __mmask16((1u << left) - 1), out[r]);
+  });
+}
+
+void run_pass(Model& m, const Pass& pass) {
+  const Shape& s = m.shape;
+  const int rows = pass.rows, width = s.hidden;
+  float* x = m.x_memory.of(size_t(rows) * width);
+  m.qkv_memory.of(size_t(rows) * m.qkv_width);
+  m.mixed.reserve(rows, m.layers[0].out);
+  m.inner.reserve(rows, m.layers[0].down);
+  m.normed.reserve(std::max(rows, pass.wanted_rows), m.layers[0].qkv);
+  for (auto& counter : m.counters) counter.next.store(0, std::memory_order_relaxed);
+
+  auto job = [&](const int who, const int threads) {
+    Workspace& space = m.workspaces[who];
+    auto keep = [&](int layer) {
+      for (int t = 0; t < pass.tap_count; t++)
+        if (pass.taps[t] == layer)
+          for (int r = who; r < rows; r += threads)
+            std::memcpy(pass.tap_out[t] + size_t(r) * width, x + size_t(r) * width, width * sizeof(float));
+    };
+    for (int r = who; r < rows; r += threads) embed(m, pass.ids[r], x + size_t(r) * width);
+    for (int index = 0; index < pass.layers; index++) {
+      const Layer& layer = m.layers[index];
+      Counter* counter = &m.counters[size_t(index) * 5];
+      for (int r = who; r < rows; r += threads) norm_row(x + size_t(r) * width, layer.input_norm, s.eps, r, m.normed);
+      barrier();
+      plain_product(counter[0], layer.qkv, m.normed, rows, m.qkv_memory.data, m.qkv_width);
+      barrier();
+      for (int r = who; r < rows; r += threads) rotate_and_keep(m, layer, pass, index, r);
+      if (pass.keys_only && index == pass.layers - 1) return;
+      barrier();
+      for (int unit; (unit = counter[1].next.fetch_add(1, std::memory_order_relaxed)) < pass.tasks * s.kv_heads;) {
+        const int task = unit / s.kv_heads;
+        attend(m, pass, index, pass.task_row[task], pass.task_row[task + 1], unit % s.kv_heads, space);
+      }
+      barrier();
+      add_product(counter[2], layer.out, m.mixed, rows, x, width);
+      barrier();
+      for (int r = who; r < rows; r += threads) norm_row(x + size_t(r) * width, layer.mlp_norm, s.eps, r, m.normed);
+      barrier();
+      gated_product(counter[3], layer.gate_up, m.normed, rows, m.inner);
+      barrier();
+      add_product(counter[4], layer.down, m.inner, rows, x, width);
+      barrier();
+      keep(index);
+    }
+    if (pass.wanted_rows == 0 && pass.tap_count == 0) return;
+    if (who == 0) m.normed.reserve(std::max(rows, pass.wanted_rows), m.head);
+    barrier();
+    for (int r = who; r < pass.wanted_rows; r += threads)
+      norm_row(x + size_t(pass.wanted[r]) * width, m.norm, s.eps, r, m.normed);
+    barrier();
+    plain_product(m.counters[size_t(s.layers) * 5], m.head, m.normed, pass.wanted_rows, pass.logits, s.vocab);
+    for (int t = 0; t < pass.tap_count; t++) {
+      if (pass.taps[t] != s.layers) continue;
+      for (int r = who; r < rows; r += threads) {
+        const float* from = x + size_t(r) * width;
+        const float by = inverse_root(from, width, s.eps);
+        for (int k = 0; k < width; k++) pass.tap_out[t][size_t(r) * width + k] = from[k] * by * m.norm[k];
+      }
+    }
+  };
+#pragma omp parallel num_threads(m.threads)
+  job(omp_get_thread_num(), omp_get_num_threads());
+}
+
+}  // namespace
+
+// -- what Python calls -----------------------------------------------------------------------------------------
+
+extern "C" {
+
+void* paceline_new(const Shape* shape, const Layer* layers, const float* norm, const Product* head,
+                   const uint16_t* embedding, int threads) {
+  return new Model(*shape, layers, norm, *head, embedding, threads);
+}
+
+void paceline_free(void* model) { delete static_cast<Model*>(model); }
+
+void paceline_pass(void* model, const Pass* pass) { run_pass(*static_cast<Model*>(model), *pass); }
+
+int64_t paceline_block_bytes(int kind, int k) { return int64_t(block_bytes(kind, k)); }
+
+// A product by itself: x [rows, k] to out [rows, n].
+void paceline_product(const Product* p, const float* x, int rows, float* out) {
+  Activations a;
+  a.reserve(rows, *p);
+  for (int r = 0; r < rows; r++)
+    for (int k = 0; k < p->k; k += GROUP) {
+      const float* from = x + size_t(r) * p->k + k;
+      a.put(r, k, _mm512_loadu_ps(from), _mm512_loadu_ps(from + LANES));
+    }
+  Counter counter;
+  plain_product(counter, *p, a, rows, out, p->n);
+}
+
+// Row n of a packed weight, back in floats [k].
+void paceline_weight_row(const Product* p, int n, float* out) {
+  for (int k = 0; k < p->k; k++) out[k] = weight_at(*p, n, k);
+}
+
+// Pack rows [n, k] of bfloat16 as they are.
+void paceline_pack_bf16(const uint16_t* from, int n, int k, uint8_t* to) {
+  for (int row = 0; row < n; row++) {
+    uint8_t* block = to + (row / LANES) * block_bytes(BF16, k);
+    for (int c = 0; c < k; c += 2)
+      std::memcpy(block + (size_t(c / 2) * LANES + row % LANES) * 4, from + size_t(row) * k + c, 4);
+  }
+}
+
+// Pack whole numbers [n, k] from -127 to 127.
+void paceline_pack_int8(const int8_t* from, int n, int k, uint8_t* to) {
+  for (int row = 0; row < n; row++) {
+    uint8_t* block = to + (row / LANES) * block_bytes(INT8, k);
+    for (int c = 0; c < k; c++)
+      block[(size_t(c / 4) * LANES + row % LANES) * 4 + c % 4] = uint8_t(int(from[size_t(row) * k + c]) + 128);
+  }
+}
+
+// Pack whole numbers [n, k] from 0 to 15 with scales and minima [n, k / 32] in float16.
+void paceline_pack_int4(const uint8_t* from, const uint16_t* scale, const uint16_t* least, int n, int k, uint8_t* to) {
+  const int groups = k / GROUP;
+  for (int row = 0; row < n; row++) {
+    uint8_t* block = to + (row / LANES) * block_bytes(INT4, k);
+    const int lane = row % LANES;
+    for (int g = 0; g < groups; g++) {
+      uint8_t* w = block + size_t(g) * INT4_GROUP_BYTES;
+      const uint8_t* q = from + size_t(row) * k + g * GROUP;
+      for (int i = 0; i < 16; i++) w[(size_t(i / 4) * LANES + lane) * 4 + i % 4] = uint8_t(q[i] | q[i + 16] << 4);
+      std::memcpy(w + 256 + 2 * lane, scale + size_t(row) * groups + g, 2);
+      std::memcpy(w + 288 + 2 * lane, least + size_t(row) * groups + g, 2);
+    }
+  }
+}
+}
