@@ -27,6 +27,7 @@ constexpr int GROUP = 32;   // activations, and int4 weights, under one scale
 constexpr int TILE = 8;     // rows computed together
 constexpr int QUERIES = 64; // of an attention task at most
 constexpr int KEYS = 16;    // keys looked at together
+constexpr int AHEAD = 4096; // bytes of weights fetched before they are used
 
 // -- threads ---------------------------------------------------------------------------------------------------
 
@@ -196,38 +197,54 @@ struct Activations {
   }
 };
 
-// -- products: 16 outputs of R rows ----------------------------------------------------------------------------
+// -- products: B neighbouring blocks of 16 outputs, R rows ----------------------------------------------------------
 
-template <int R>
-inline void int8_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+template <int R, int B>
+inline void int8_tile(const Product& p, int block, const Activations& a, int row, __m512 (*out)[TILE]) {
   const int k = p.k, groups = k / GROUP;
-  const uint8_t* w = p.weight + block * block_bytes(INT8, k);
+  const size_t apart = block_bytes(INT8, k);
+  const uint8_t* w = p.weight + block * apart;
   const int8_t* x = a.whole + size_t(row) * k;
   const float* scale = a.scale + size_t(row) * groups;
   const int32_t* offset = a.offset + size_t(row) * groups;
-  __m512 sums[R];
-  for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; g++) {
-    __m512i v[8];
+  __m512 sums[B][R];
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) sums[b][r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; g++, w += 512) {
+    __m512i whole[B][R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) whole[b][r] = _mm512_set1_epi32(offset[size_t(r) * groups + g]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-      v[i] = _mm512_load_si512(w + i * 64);
-      _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + 4096), _MM_HINT_T0);
+      __m512i v[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) {
+        v[b] = _mm512_load_si512(w + b * apart + i * 64);
+        _mm_prefetch(reinterpret_cast<const char*>(w + b * apart + i * 64 + AHEAD), _MM_HINT_T0);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512i four = broadcast4(x + size_t(r) * k + g * GROUP + 4 * i);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; b++) whole[b][r] = _mm512_dpbusd_epi32(whole[b][r], v[b], four);
+      }
     }
-    w += 512;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const int8_t* xr = x + size_t(r) * k + g * GROUP;
-      __m512i whole = _mm512_set1_epi32(offset[size_t(r) * groups + g]);
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) whole = _mm512_dpbusd_epi32(whole, v[i], broadcast4(xr + 4 * i));
-      sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]), sums[r]);
+      const __m512 step = _mm512_set1_ps(scale[size_t(r) * groups + g]);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) sums[b][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[b][r]), step, sums[b][r]);
     }
   }
-  __m512 step = _mm512_loadu_ps(p.scale + block * LANES);
-  for (int r = 0; r < R; r++) out[r] = _mm512_mul_ps(sums[r], step);
+  for (int b = 0; b < B; b++) {
+    const __m512 step = _mm512_loadu_ps(p.scale + (block + b) * LANES);
+    for (int r = 0; r < R; r++) out[b][r] = _mm512_mul_ps(sums[b][r], step);
+  }
 }
 
+// One block: the nibbles of two leave no registers to hold their sums (measured: slower at any number of rows).
 template <int R>
 inline void int4_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
   const int k = p.k, groups = k / GROUP;
@@ -238,26 +255,25 @@ inline void int4_tile(const Product& p, int block, const Activations& a, int row
   const __m512i low = _mm512_set1_epi8(15);
   __m512 sums[R];
   for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; g++) {
+  for (int g = 0; g < groups; g++, w += INT4_GROUP_BYTES) {
     __m512i v[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      __m512i both = _mm512_load_si512(w + i * 64);
+      const __m512i both = _mm512_load_si512(w + i * 64);
       v[i] = _mm512_and_si512(both, low);
       v[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-      _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + 4096), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + AHEAD), _MM_HINT_T0);
     }
-    __m512 step = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 256)));
-    __m512 least = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 288)));
-    _mm_prefetch(reinterpret_cast<const char*>(w + 256 + 4096), _MM_HINT_T0);
-    w += INT4_GROUP_BYTES;
+    const __m512 step = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 256)));
+    const __m512 least = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 288)));
+    _mm_prefetch(reinterpret_cast<const char*>(w + 256 + AHEAD), _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const int8_t* xr = x + size_t(r) * k + g * GROUP;
       __m512i whole = _mm512_setzero_si512();
 #pragma GCC unroll 8
       for (int i = 0; i < 8; i++) whole = _mm512_dpbusd_epi32(whole, v[i], broadcast4(xr + 4 * i));
-      __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]));
+      const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]));
       sums[r] = _mm512_fmadd_ps(part, step, sums[r]);
       sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(total[size_t(r) * groups + g]), sums[r]);
     }
@@ -265,50 +281,70 @@ inline void int4_tile(const Product& p, int block, const Activations& a, int row
   for (int r = 0; r < R; r++) out[r] = sums[r];
 }
 
-template <int R>
-inline void bf16_tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
+template <int R, int B>
+inline void bf16_tile(const Product& p, int block, const Activations& a, int row, __m512 (*out)[TILE]) {
   const int k = p.k;
-  const uint8_t* w = p.weight + block * block_bytes(BF16, k);
+  const size_t apart = block_bytes(BF16, k);
+  const uint8_t* w = p.weight + block * apart;
   const uint16_t* x = a.bf16 + size_t(row) * k;
-  __m512 even[R], odd[R];
-  for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
-  for (int i = 0; i < k; i += 4) {
-    __m512bh first = reinterpret_cast<__m512bh>(_mm512_load_si512(w));
-    __m512bh second = reinterpret_cast<__m512bh>(_mm512_load_si512(w + 64));
-    _mm_prefetch(reinterpret_cast<const char*>(w + 4096), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(w + 4096 + 64), _MM_HINT_T0);
-    w += 128;
+  __m512 sums[B][R];
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) sums[b][r] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+  for (int i = 0; i < k; i += 2, w += 64) {
+    __m512bh v[B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; b++) {
+      v[b] = reinterpret_cast<__m512bh>(_mm512_load_si512(w + b * apart));
+      _mm_prefetch(reinterpret_cast<const char*>(w + b * apart + AHEAD), _MM_HINT_T0);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const uint16_t* xr = x + size_t(r) * k + i;
-      even[r] = _mm512_dpbf16_ps(even[r], first, reinterpret_cast<__m512bh>(broadcast4(xr)));
-      odd[r] = _mm512_dpbf16_ps(odd[r], second, reinterpret_cast<__m512bh>(broadcast4(xr + 2)));
+      const __m512bh two = reinterpret_cast<__m512bh>(broadcast4(x + size_t(r) * k + i));
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) sums[b][r] = _mm512_dpbf16_ps(sums[b][r], v[b], two);
     }
   }
-  for (int r = 0; r < R; r++) out[r] = _mm512_add_ps(even[r], odd[r]);
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) out[b][r] = sums[b][r];
+}
+
+// Whether two blocks at once are the faster way; their bits are the same.
+template <int R>
+bool in_pairs(int kind) {
+  return kind == BF16 || (kind == INT8 && R == TILE);
 }
 
 template <int R>
-inline void tile(const Product& p, int block, const Activations& a, int row, __m512* out) {
-  if (p.kind == INT8) int8_tile<R>(p, block, a, row, out);
-  else if (p.kind == INT4) int4_tile<R>(p, block, a, row, out);
-  else bf16_tile<R>(p, block, a, row, out);
+inline void tile(const Product& p, int block, int blocks, const Activations& a, int row, __m512 (*out)[TILE]) {
+  if (blocks == 2 && in_pairs<R>(p.kind)) {
+    if (p.kind == INT8) int8_tile<R, 2>(p, block, a, row, out);
+    else bf16_tile<R, 2>(p, block, a, row, out);
+  } else {
+    for (int b = 0; b < blocks; b++) {
+      if (p.kind == INT8) int8_tile<R, 1>(p, block + b, a, row, out + b);
+      else if (p.kind == INT4) int4_tile<R>(p, block + b, a, row, out[b]);
+      else bf16_tile<R, 1>(p, block + b, a, row, out + b);
+    }
+  }
   if (p.bias == nullptr) return;
-  __m512 bias = _mm512_loadu_ps(p.bias + block * LANES);
-  for (int r = 0; r < R; r++) out[r] = _mm512_add_ps(out[r], bias);
+  for (int b = 0; b < blocks; b++) {
+    const __m512 bias = _mm512_loadu_ps(p.bias + (block + b) * LANES);
+    for (int r = 0; r < R; r++) out[b][r] = _mm512_add_ps(out[b][r], bias);
+  }
 }
 
-// Outputs `block` of rows [row, row + count), count at most TILE.
-void outputs(const Product& p, int block, const Activations& a, int row, int count, __m512* out) {
+// Outputs of `blocks` (1 or 2) from `block` on, of rows [row, row + count), count at most TILE.
+void outputs(const Product& p, int block, int blocks, const Activations& a, int row, int count, __m512 (*out)[TILE]) {
   switch (count) {
-    case 1: return tile<1>(p, block, a, row, out);
-    case 2: return tile<2>(p, block, a, row, out);
-    case 3: return tile<3>(p, block, a, row, out);
-    case 4: return tile<4>(p, block, a, row, out);
-    case 5: return tile<5>(p, block, a, row, out);
-    case 6: return tile<6>(p, block, a, row, out);
-    case 7: return tile<7>(p, block, a, row, out);
-    default: return tile<8>(p, block, a, row, out);
+    case 1: return tile<1>(p, block, blocks, a, row, out);
+    case 2: return tile<2>(p, block, blocks, a, row, out);
+    case 3: return tile<3>(p, block, blocks, a, row, out);
+    case 4: return tile<4>(p, block, blocks, a, row, out);
+    case 5: return tile<5>(p, block, blocks, a, row, out);
+    case 6: return tile<6>(p, block, blocks, a, row, out);
+    case 7: return tile<7>(p, block, blocks, a, row, out);
+    default: return tile<8>(p, block, blocks, a, row, out);
   }
 }
 
@@ -317,17 +353,18 @@ struct Counter {
   alignas(64) std::atomic<int> next{0};
 };
 
-// Calls `each(first block, row, count)` for all units of `step` blocks and all tiles of rows; a unit's weights stay
+// Calls `each(block, blocks, row, count)` for all runs of `step` blocks and all tiles of rows; a unit's weights stay
 // in the core's cache while the rows go by.
 template <class F>
 void over_blocks(Counter& counter, const Product& p, int step, int rows, F each) {
   const size_t bytes = block_bytes(p.kind, p.k) * step;
   const int together = rows <= TILE ? 1 : std::max<int>(1, std::min<int>(8, (384 << 10) / bytes));
-  const int units = (p.blocks / step + together - 1) / together;
+  const int units = (p.blocks + together * step - 1) / (together * step);
   for (int unit; (unit = counter.next.fetch_add(1, std::memory_order_relaxed)) < units;) {
     const int low = unit * together * step, high = std::min(low + together * step, p.blocks);
     for (int row = 0; row < rows; row += TILE)
-      for (int block = low; block < high; block += step) each(block, row, std::min(TILE, rows - row));
+      for (int block = low; block < high; block += step)
+        each(block, std::min(step, high - block), row, std::min(TILE, rows - row));
   }
 }
 
@@ -565,12 +602,21 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
     for (int i = 0; i < queries; i++) {
       if (counts[i] <= b * KEYS) continue;
       const uint16_t* weight = weights + size_t(i) * padded + b * KEYS;
+      const int left = std::min(KEYS, counts[i] - b * KEYS);  // what lies behind may be no number
       for (int c = 0; c < chunks; c++) {
         float* to = mixed + size_t(i) * width + c * LANES;
         __m512 sum = _mm512_loadu_ps(to);
+        const __m512i* value = space.values + c;
+        if (left == KEYS) {
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++)
-          sum = _mm512_dpbf16_ps(sum, (__m512bh)space.values[j * chunks + c], (__m512bh)broadcast4(weight + 2 * j));
+          for (int j = 0; j < KEYS / 2; j++)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)value[j * chunks], (__m512bh)broadcast4(weight + 2 * j));
+        } else {
+          for (int j = 0; j < left / 2; j++)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)value[j * chunks], (__m512bh)broadcast4(weight + 2 * j));
+          const __m512i one = _mm512_and_si512(value[left / 2 * chunks], _mm512_set1_epi32(0xffff));
+          if (left % 2) sum = _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)broadcast4(weight + left - 1));
+        }
         _mm512_storeu_ps(to, sum);
       }
     }
@@ -588,35 +634,39 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
 // -- the pass --------------------------------------------------------------------------------------------------
 
 void add_product(Counter& counter, const Product& p, const Activations& a, int rows, float* x, int width) {
-  over_blocks(counter, p, 1, rows, [&](int block, int row, int count) {
-    __m512 out[TILE];
-    outputs(p, block, a, row, count, out);
-    for (int r = 0; r < count; r++) {
-      float* to = x + size_t(row + r) * width + block * LANES;
-      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), out[r]));
-    }
+  over_blocks(counter, p, 2, rows, [&](int block, int blocks, int row, int count) {
+    __m512 out[2][TILE];
+    outputs(p, block, blocks, a, row, count, out);
+    for (int b = 0; b < blocks; b++)
+      for (int r = 0; r < count; r++) {
+        float* to = x + size_t(row + r) * width + (block + b) * LANES;
+        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), out[b][r]));
+      }
   });
 }
 
 void gated_product(Counter& counter, const Product& p, const Activations& a, int rows, Activations& to) {
-  over_blocks(counter, p, 4, rows, [&](int block, int row, int count) {
-    __m512 gate[2][TILE], up[TILE];
+  over_blocks(counter, p, 4, rows, [&](int block, int, int row, int count) {
+    __m512 made[2][TILE], gate_up[2][TILE];
     for (int half = 0; half < 2; half++) {
-      outputs(p, block + 2 * half, a, row, count, gate[half]);
-      outputs(p, block + 2 * half + 1, a, row, count, up);
-      for (int r = 0; r < count; r++) gate[half][r] = _mm512_mul_ps(silu(gate[half][r]), up[r]);
+      outputs(p, block + 2 * half, 2, a, row, count, gate_up);
+      for (int r = 0; r < count; r++) made[half][r] = _mm512_mul_ps(silu(gate_up[0][r]), gate_up[1][r]);
     }
-    for (int r = 0; r < count; r++) to.put(row + r, block / 4 * GROUP, gate[0][r], gate[1][r]);
+    for (int r = 0; r < count; r++) to.put(row + r, block / 4 * GROUP, made[0][r], made[1][r]);
   });
 }
 
 void plain_product(Counter& counter, const Product& p, const Activations& a, int rows, float* to, size_t stride) {
-  over_blocks(counter, p, 1, rows, [&](int block, int row, int count) {
-    __m512 out[TILE];
-    outputs(p, block, a, row, count, out);
-    const int left = std::min(LANES, int(stride) - block * LANES);
-    for (int r = 0; r < count; r++)
-      _mm512_mask_storeu_ps(to + size_t(row + r) * stride + block * LANES, __mmask16((1u << left) - 1), out[r]);
+  over_blocks(counter, p, 2, rows, [&](int block, int blocks, int row, int count) {
+    __m512 out[2][TILE];
+    outputs(p, block, blocks, a, row, count, out);
+    for (int b = 0; b < blocks; b++) {
+      const int left = std::min(LANES, int(stride) - (block + b) * LANES);
+      for (int r = 0; r < count; r++) {
+        float* at = to + size_t(row + r) * stride + (block + b) * LANES;
+        _mm512_mask_storeu_ps(at, __mmask16((1u << left) - 1), out[b][r]);
+      }
+    }
   });
 }
 
