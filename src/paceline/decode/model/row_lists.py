@@ -63,7 +63,7 @@ def row_lists(
             places.extend(positions)
             seen.extend(range(span.start + 1, span.start + width + 1))
             tail_from.extend([len(tails)] * width)
-            tasks.extend(range(first, first + width, together))
+            tasks.extend(range(first, first + width, min(together, max(2, -(-width // 2)))))
         else:
             positions = _branching(span, places, seen, tail_from, tails)
             tasks.extend(range(first, first + width))

@@ -523,6 +523,50 @@ inline Sight sight_of(const Pass& pass, int row) {
   return {pass.seen[row], pass.seen[row] + pass.tail_from[row + 1] - from, pass.tails + from};
 }
 
+// Scores of up to 4 queries [.., width] with 16 keys in `keys`, laid out by pairs.
+inline void score4(const __m512i* keys, const uint16_t* const* q, int pairs, __m512* out) {
+  __m512 even[4], odd[4];
+  for (int i = 0; i < 4; i++) even[i] = odd[i] = _mm512_setzero_ps();
+  for (int d = 0; d < pairs; d += 2) {
+    const __m512bh one = (__m512bh)keys[d], two = (__m512bh)keys[d + 1];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      even[i] = _mm512_dpbf16_ps(even[i], one, (__m512bh)broadcast4(q[i] + 2 * d));
+      odd[i] = _mm512_dpbf16_ps(odd[i], two, (__m512bh)broadcast4(q[i] + 2 * d + 2));
+    }
+  }
+  for (int i = 0; i < 4; i++) out[i] = _mm512_add_ps(even[i], odd[i]);
+}
+
+// Adds 16 values, laid out by pairs of keys, under the weights of up to 4 queries; 16 of a head's values at a time.
+inline void mix4(const __m512i* values, const uint16_t* const* weights, float* const* to, int count, int chunks) {
+  for (int c = 0; c < chunks; c++) {
+    __m512 sum[4];
+    for (int i = 0; i < 4; i++) sum[i] = _mm512_loadu_ps(to[i] + c * LANES);
+#pragma GCC unroll 8
+    for (int j = 0; j < KEYS / 2; j++) {
+      const __m512bh value = (__m512bh)values[j * chunks + c];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sum[i] = _mm512_dpbf16_ps(sum[i], value, (__m512bh)broadcast4(weights[i] + 2 * j));
+    }
+    for (int i = 0; i < count; i++) _mm512_storeu_ps(to[i] + c * LANES, sum[i]);
+  }
+}
+
+// `mix4` for one query that sees the first `left` of the 16 alone: what lies behind may be no number.
+inline void mix_some(const __m512i* values, const uint16_t* weights, float* to, int left, int chunks) {
+  for (int c = 0; c < chunks; c++) {
+    __m512 sum = _mm512_loadu_ps(to + c * LANES);
+    for (int j = 0; j < left / 2; j++)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)values[j * chunks + c], (__m512bh)broadcast4(weights + 2 * j));
+    if (left % 2) {
+      const __m512i one = _mm512_and_si512(values[left / 2 * chunks + c], _mm512_set1_epi32(0xffff));
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)broadcast4(weights + left - 1));
+    }
+    _mm512_storeu_ps(to + c * LANES, sum);
+  }
+}
+
 // Rows [first, last) of one sequence over one KV head. Where there are several, each sees what the last one sees
 // but for its end.
 void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_head, Workspace& space) {
@@ -553,18 +597,21 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
       for (int j = 0; j < KEYS; j++) space.keys[part * 16 + j] = _mm512_loadu_si512(at[j] + part * 32);
       transpose16(space.keys + part * 16);
     }
-    for (int i = 0; i < queries; i++) {
-      if (counts[i] <= b * KEYS) continue;
-      __m512 even = _mm512_setzero_ps(), odd = even;
-      for (int d = 0; d < pairs; d += 2) {
-        even = _mm512_dpbf16_ps(even, (__m512bh)space.keys[d], (__m512bh)broadcast4(q + i * width + 2 * d));
-        odd = _mm512_dpbf16_ps(odd, (__m512bh)space.keys[d + 1], (__m512bh)broadcast4(q + i * width + 2 * d + 2));
+    for (int i = 0; i < queries; i += 4) {
+      const int some = std::min(4, queries - i);
+      if (counts[i + some - 1] <= b * KEYS) continue;  // counts rise
+      const uint16_t* own[4];
+      for (int n = 0; n < 4; n++) own[n] = q + std::min(i + n, queries - 1) * width;
+      __m512 made[4];
+      score4(space.keys, own, pairs, made);
+      for (int n = 0; n < some; n++) {
+        const int left = counts[i + n] - b * KEYS;
+        if (left < KEYS) {
+          const __mmask16 seen = left > 0 ? __mmask16((1u << left) - 1) : __mmask16(0);
+          made[n] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, made[n]);
+        }
+        _mm512_storeu_ps(scores + size_t(i + n) * padded + b * KEYS, made[n]);
       }
-      __m512 sum = _mm512_add_ps(even, odd);
-      const int left = counts[i] - b * KEYS;
-      if (left < KEYS)
-        sum = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), __mmask16((1u << left) - 1), sum);
-      _mm512_storeu_ps(scores + size_t(i) * padded + b * KEYS, sum);
     }
   }
 
@@ -599,26 +646,19 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
         space.values[j / 2 * chunks + c] = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
       }
     }
-    for (int i = 0; i < queries; i++) {
-      if (counts[i] <= b * KEYS) continue;
-      const uint16_t* weight = weights + size_t(i) * padded + b * KEYS;
-      const int left = std::min(KEYS, counts[i] - b * KEYS);  // what lies behind may be no number
-      for (int c = 0; c < chunks; c++) {
-        float* to = mixed + size_t(i) * width + c * LANES;
-        __m512 sum = _mm512_loadu_ps(to);
-        const __m512i* value = space.values + c;
-        if (left == KEYS) {
-#pragma GCC unroll 8
-          for (int j = 0; j < KEYS / 2; j++)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)value[j * chunks], (__m512bh)broadcast4(weight + 2 * j));
-        } else {
-          for (int j = 0; j < left / 2; j++)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)value[j * chunks], (__m512bh)broadcast4(weight + 2 * j));
-          const __m512i one = _mm512_and_si512(value[left / 2 * chunks], _mm512_set1_epi32(0xffff));
-          if (left % 2) sum = _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)broadcast4(weight + left - 1));
-        }
-        _mm512_storeu_ps(to, sum);
+    int i = 0;
+    for (; i < queries && counts[i] < (b + 1) * KEYS; i++)
+      if (counts[i] > b * KEYS)
+        mix_some(space.values, weights + size_t(i) * padded + b * KEYS, mixed + size_t(i) * width, counts[i] - b * KEYS,
+                 chunks);
+    for (; i < queries; i += 4) {
+      const uint16_t* own[4];
+      float* to[4];
+      for (int n = 0; n < 4; n++) {
+        own[n] = weights + size_t(std::min(i + n, queries - 1)) * padded + b * KEYS;
+        to[n] = mixed + size_t(std::min(i + n, queries - 1)) * width;
       }
+      mix4(space.values, own, to, std::min(4, queries - i), chunks);
     }
   }
   for (int i = 0; i < queries; i++) {
