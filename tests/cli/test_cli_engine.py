@@ -176,12 +176,13 @@ def _foreign_backend():  # type: ignore[no-untyped-def]
 
 
 def test_run_keeps_to_a_grammar(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    schema, lark = tmp_path / "schema.json", tmp_path / "g.lark"
+    schema, lark, gbnf = tmp_path / "schema.json", tmp_path / "g.lark", tmp_path / "g.gbnf"
     schema.write_text('{"enum": [1, "two"]}')
     lark.write_text("start: /[a-z]{2}[0-9]/")
+    gbnf.write_text("root ::= [a-z]{2} [0-9]")
     base = ["run", model, "--prompt", "the cat", "--dtype", "float32", "--temperature", "1", "--seed", "1"]
     assert json.loads(run(capsys, *base, "--json-schema", str(schema))[1]) in (1, "two")
-    for option in (["--regex", "[a-z]{2}[0-9]"], ["--grammar", str(lark)]):
+    for option in (["--regex", "[a-z]{2}[0-9]"], ["--grammar", str(lark)], ["--grammar", str(gbnf)]):
         code, out, _ = run(capsys, *base, *option)
         assert code == 0 and len(out.strip()) == 3 and out.strip()[2].isdigit()
     schema.write_text('{"type": "array", "uniqueItems": true}')

@@ -337,6 +337,22 @@ def test_only_a_single_legal_id_is_forced_and_a_sampled_chain_is_not_cut() -> No
     assert longer.distribution.probs[1].tolist() == [0, 0, 1, 0]
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(LANGUAGES, PATHS, st.integers(1, 6))
+def test_tokens_are_forced_as_far_as_one_id_alone_is_legal(language: list[str], drafts: list[int], budget: int) -> None:
+    """Whatever was drafted: each id added is the only legal one by brute force, and none is left out but for room."""
+    state = SMALL_COMPILER.start(Grammar("regex", "|".join(language)))
+    chain = Proposal.chain(drafts[:budget], "d") if drafts else Proposal()
+    made = with_forced(chain, state, budget)
+    own = len(made) - made.forced
+    assert list(made.tokens[:own]) == drafts[:own]
+    for place in range(own, len(made)):
+        assert legal(language, spelled(made.tokens[:place])) == {made.tokens[place]}
+    if len(made) < budget and EOS not in made.tokens:
+        after = legal(language, spelled(made.tokens))
+        assert len(after) > 1 or after == {EOS}
+
+
 def test_a_preempted_answer_goes_on_where_it_was(lab: Lab) -> None:
     block = 512 * 8
     options: dict[str, Any] = {"grammar": Grammar("regex", "[a-z]{240}"), "temperature": 0.8, "max_tokens": 260}

@@ -30,9 +30,18 @@ def error(response: Any) -> dict[str, Any]:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"regex": "("}, "regex"),
-        ({"grammar": "start: missing"}, "grammar"),
-        ({"regex": "a", "grammar": 'start: "a"'}, None),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice.1"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, None),
         ({"store": True}, "store"),
         ({"user": "me"}, "user"),
         ({"temperature": -1}, "temperature"),
@@ -74,6 +83,21 @@ def test_a_field_is_honoured_or_named(server: Running, change: dict[str, Any], p
     assert told["type"] == "invalid_request_error"
     if param is not None:
         assert told["param"] == param and param.split(".")[-1].split("_")[0] in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "allowed"),
+    [
+        ({"guided_choice": ["a"]}, "structured_outputs.choice"),
+        ({"grammar": "root ::= [a]"}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "json, json_object, choice"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "json, json_object, choice"),
+        ({"response_format": {"type": "structural_tag"}}, "json_schema"),
+    ],
+)
+def test_other_servers_words_for_a_form_are_told_ours(server: Running, change: dict[str, Any], allowed: str) -> None:
+    response = server.post("/v1/chat/completions", CHAT | change)
+    assert response.status_code == 400 and allowed in error(response)["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])

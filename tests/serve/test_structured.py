@@ -47,17 +47,34 @@ def test_streamed_as_whole(server: Running) -> None:
     assert "".join(pieces) == create(**asked).choices[0].message.content
 
 
+GBNF = r"""root ::= word "-" [0-9]{2} # a word and a number
+  | "none"
+word ::= [a-z] [a-z] [^\x00-\x60\x7B-\U0010FFFF]"""
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("regex", "[a-z]{3}-[0-9]{2}"), ("grammar", 'start: word "-" /[0-9][0-9]/\nword: /[a-z]{3}/')],
+    ("asked", "matches"),
+    [
+        ({"regex": "[a-z]{3}-[0-9]{2}"}, "[a-z]{3}-[0-9]{2}"),
+        ({"grammar": 'start: word "-" /[0-9][0-9]/\nword: /[a-z]{3}/'}, "[a-z]{3}-[0-9]{2}"),
+        ({"grammar": GBNF}, "[a-z]{3}-[0-9]{2}|none"),
+        ({"choice": ["red", "green", "re"]}, "red|green|re"),
+        ({"json": {"enum": [1, 22]}}, "1|22"),
+        ({"json": '{"const": "a"}'}, '"a"'),
+        ({"json_object": True}, r"(?s)\{.*\}"),
+    ],
 )
-def test_expressions_and_grammars(server: Running, path: str, field: str, value: str) -> None:
+def test_structured_outputs_are_kept(server: Running, path: str, asked: dict[str, Any], matches: str) -> None:
     prompt = {"messages": MESSAGES} if "chat" in path else {"prompt": "hi"}
-    reply = server.post(path, {**prompt, field: value, "max_tokens": 60, "n": 3}).json()
-    for choice in reply["choices"]:
-        text = choice["text"] if "text" in choice else choice["message"]["content"]
-        assert re.fullmatch("[a-z]{3}-[0-9]{2}", text) and choice["finish_reason"] == "stop"
+    answers = []
+    for draft in ("suffix", "none"):
+        body = {"structured_outputs": asked, "max_tokens": 400, "n": 3, "seed": 5, "speculation": {"draft": draft}}
+        reply = server.post(path, {**prompt, **body}).json()
+        answers.append([c["text"] if "text" in c else c["message"]["content"] for c in reply["choices"]])
+        for text, choice in zip(answers[-1], reply["choices"], strict=True):
+            assert re.fullmatch(matches, text) and choice["finish_reason"] == "stop"
+    assert answers[0] == answers[1]
 
 
 def test_what_a_schema_asks_and_nobody_can_keep_is_named(server: Running) -> None:

@@ -111,7 +111,7 @@ def _add_grammar_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what the whole text must match").add_mutually_exclusive_group()
     group.add_argument("--json-schema", type=Path, metavar="FILE", help="JSON that fits the schema in FILE")
     group.add_argument("--regex", metavar="PATTERN", help="a regular expression, from end to end")
-    group.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar in Lark's notation, rule `start`")
+    group.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar in GBNF or Lark's notation")
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
@@ -120,5 +120,5 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
     if args.regex is not None:
         return Grammar("regex", args.regex)
     if args.grammar is not None:
-        return Grammar("lark", _read_file("grammar", args.grammar))
+        return Grammar.from_rules(_read_file("grammar", args.grammar))
     return None

@@ -18,6 +18,18 @@ __all__ = ["ApiError", "as_api_error", "from_validation", "queue_full", "stoppin
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _FORMATS = frozenset({"text", "json_object", "json_schema"})
 _UNION = re.compile(r"[-\[]|^(str|int|float|bool|ChosenTool)$")  # pydantic's names for the branches of a union
+_FORMS = "structured_outputs takes json, json_object, choice, regex or grammar"
+_INSTEAD = {  # fields of other servers and of older versions, and what stands for them here
+    "guided_json": "structured_outputs.json",
+    "json_schema": "structured_outputs.json",
+    "guided_choice": "structured_outputs.choice",
+    "guided_regex": "structured_outputs.regex",
+    "regex": "structured_outputs.regex",
+    "guided_grammar": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
 _INVALID = "invalid_request_error"
 
 
@@ -76,9 +88,17 @@ def from_validation(error: ValidationError) -> ApiError:
     inner = [part for part in loc[:-1] if part not in _ROLES] + list(loc[-1:])
     param = ".".join(str(part) for part in inner if not _UNION.search(str(part))) or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown or unsupported field: {param}", param=param, code="unknown_parameter")
+        text = f"unknown or unsupported field: {param}{_hint(param or '')}"
+        return ApiError(400, text, param=param, code="unknown_parameter")
     where = "the body" if param is None else param
     return ApiError(400, f"{where}: {first['msg']}", param=param, code=first["type"])
+
+
+def _hint(field: str) -> str:
+    """What is allowed in the place of an unknown field, where that is known."""
+    if field.startswith("structured_outputs."):
+        return f"; {_FORMS}"
+    return f"; give {_INSTEAD[field]}" if field in _INSTEAD else ""
 
 
 def queue_full(retry_after_s: int) -> ApiError:

@@ -86,6 +86,30 @@ class SchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+class StructuredOutputs(Strict):
+    """What the whole answer matches, by one of these.
+
+    json         a JSON schema, as an object or as its text
+    json_object  true: any JSON object
+    choice       one of these texts
+    regex        an expression, from end to end
+    grammar      in GBNF (rule `root`) or in Lark's notation (rule `start`)
+    """
+
+    schema_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
+    regex: Annotated[Text, Field(min_length=1)] | None = None
+    grammar: Annotated[Text, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        given = [self.schema_, self.json_object, self.choice, self.regex, self.grammar]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError("give one of json, json_object, choice, regex and grammar")
+        return self
+
+
 class GenerationRequest(Strict):
     """What both ways of asking share."""
 
@@ -111,8 +135,7 @@ class GenerationRequest(Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     response_format: ResponseFormat | None = None
-    regex: Annotated[Text, Field(min_length=1)] | None = None
-    grammar: Annotated[Text, Field(min_length=1)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculation: Speculation | None = None
 
     @model_validator(mode="after")
@@ -122,16 +145,15 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def free_text(self) -> bool:
-        """Whether nothing is said of what the answer has to match."""
-        plain = self.response_format is None or isinstance(self.response_format, TextFormat)
-        return plain and self.regex is None and self.grammar is None
+    def form_fields(self) -> list[str]:
+        """The fields that say what the whole answer has to match; none where any text will do."""
+        asked = [] if self.response_format is None or self.response_format.type == "text" else ["response_format"]
+        return asked if self.structured_outputs is None else [*asked, "structured_outputs"]
 
     @model_validator(mode="after")
-    def _one_grammar(self) -> GenerationRequest:
-        formats = [not (self.response_format is None or isinstance(self.response_format, TextFormat))]
-        if sum([*formats, self.regex is not None, self.grammar is not None]) > 1:
-            raise ValueError("give one of response_format, regex and grammar")
+    def _one_form(self) -> GenerationRequest:
+        if len(self.form_fields) > 1:
+            raise ValueError("give response_format or structured_outputs, not both")
         return self
 
 

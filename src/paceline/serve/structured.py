@@ -1,7 +1,7 @@
 """What a body says an answer has to match, as a grammar for the engine.
 
-`response_format`, `regex` and `grammar` say it of the whole text. A call that must be made (`tool_choice` "required" or
-a function's name) is a grammar too: the marks and the shape that the model's own template teaches, the arguments by
+`response_format` and `structured_outputs` say it of the whole text. A call that must be made (`tool_choice` "required"
+or a function's name) is a grammar too: the marks and the shape that the model's own template teaches, the arguments by
 their schemas. `auto` leaves the model free, so promises about calls it may or may not make are refused by name.
 """
 
@@ -18,7 +18,15 @@ from paceline.core.sampling import SamplingParams
 from paceline.decode.verify.grammar import json_rule
 from paceline.errors import UsageError
 from paceline.serve.errors import ApiError
-from paceline.serve.protocol import ChatRequest, ChosenTool, GenerationRequest, JsonFormat, SchemaFormat, Tool
+from paceline.serve.protocol import (
+    ChatRequest,
+    ChosenTool,
+    GenerationRequest,
+    JsonFormat,
+    SchemaFormat,
+    StructuredOutputs,
+    Tool,
+)
 from paceline.serve.service import Service
 from paceline.serve.tools import CallStyle, call_style
 
@@ -27,16 +35,29 @@ __all__ = ["constrain", "text_grammar", "tool_grammar"]
 
 def text_grammar(body: GenerationRequest) -> tuple[str, Grammar] | None:
     """The field that asks for it and the grammar of the whole text, None where any text will do."""
-    if body.regex is not None:
-        return "regex", Grammar("regex", body.regex)
-    if body.grammar is not None:
-        return "grammar", Grammar("lark", body.grammar)
     if isinstance(body.response_format, JsonFormat):
         return "response_format", Grammar("json_object")
     if isinstance(body.response_format, SchemaFormat):
         schema = body.response_format.json_schema.schema_
         return "response_format", Grammar("json_object") if schema is None else Grammar.from_schema(schema)
-    return None
+    return None if body.structured_outputs is None else _structured(body.structured_outputs)
+
+
+def _structured(asked: StructuredOutputs) -> tuple[str, Grammar]:
+    place, schema = "structured_outputs.", asked.schema_
+    if asked.json_object:
+        return place + "json_object", Grammar("json_object")
+    if asked.choice is not None:
+        return place + "choice", Grammar.from_choices(asked.choice)
+    if asked.regex is not None:
+        return place + "regex", Grammar("regex", asked.regex)
+    if asked.grammar is not None:
+        return place + "grammar", Grammar.from_rules(asked.grammar)
+    try:
+        grammar = Grammar("json_schema", schema) if isinstance(schema, str) else Grammar.from_schema(schema)
+    except UsageError as error:
+        raise _refused(place + "json", str(error)) from error
+    return place + "json", grammar
 
 
 def tool_grammar(body: ChatRequest, templates: Sequence[str]) -> tuple[str, Grammar] | None:
@@ -49,8 +70,7 @@ def tool_grammar(body: ChatRequest, templates: Sequence[str]) -> tuple[str, Gram
         if forced:
             raise _refused("tool_choice", "there are no tools to choose from")
         return None
-    if not body.free_text:
-        field = "response_format" if body.response_format is not None else "regex" if body.regex else "grammar"
+    for field in body.form_fields:
         raise _refused(field, 'an answer of a given form calls no tools; give tool_choice: "none"')
     if not forced:
         if body.parallel_tool_calls is False:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.grammar import Grammar
+from paceline.decode.verify.gbnf import gbnf_to_lark
 from paceline.errors import InvalidParameter, MissingExtra, RequestFailed, UsageError
 
 __all__ = ["GrammarCompiler", "GrammarState", "json_rule"]
@@ -86,8 +87,10 @@ class GrammarCompiler:
                 self._tokenizer = self._new_tokenizer()
         source = _HEADER + _as_lark(grammar)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
-            reason = _first_line(matcher.get_error())
+            reason = _first_line(matcher.get_error()).replace("NoExtensionBias", "no text matches it")
             raise InvalidParameter(grammar.kind, _shown(grammar), "what llguidance can enforce", f"It says: {reason}.")
         return matcher
 
@@ -205,6 +208,10 @@ def _as_lark(grammar: Grammar) -> str:
     match grammar.kind:
         case "lark":
             return grammar.source
+        case "gbnf":
+            return gbnf_to_lark(grammar.source)
+        case "choice":
+            return f"start: {' | '.join(_literal(text) for text in json.loads(grammar.source))}"
         case "regex":
             from llguidance import regex_to_lark
 
@@ -224,6 +231,11 @@ def json_rule(schema: Any) -> str:
     elif schema:
         schema = {"x-guidance": _JSON_RULES}
     return f"%json {json.dumps(schema)}"
+
+
+def _literal(text: str) -> str:
+    """A text as a terminal of its own."""
+    return "/" + "".join(rf"\x{{{ord(char):x}}}" for char in text) + "/" if text else '""'
 
 
 def _shown(grammar: Grammar) -> str:
