@@ -17,6 +17,7 @@ __all__ = ["live_cost", "time_passes"]
 
 _ROWS = (1, 8, 16, 32, 64)
 _REPEATS = 3
+_CONTEXT = 256  # tokens of each sequence, past a block of keys, where attention is timed
 
 
 def time_passes(
@@ -27,15 +28,20 @@ def time_passes(
 ) -> StepTimes:
     """Time passes of 1 row up to about `largest` rows (at least 8) of one sequence, interleaved, the best of each.
 
-    With `sequences` above 1 one more pass, of a row of each, tells what attention over their keys costs. Keys are
-    padded to whole blocks, so that an empty context costs what a short one does.
+    With `sequences` above 1 two more: of a row of each of them at the beginning of a text and at `_CONTEXT` tokens.
+    What the second takes longer is attention's.
     """
     counts = [r for r in _ROWS if r <= max(largest, _ROWS[1])]
     layouts = [[Span(0, 0, [0] * rows)] for rows in counts]
+    policy = model.row_policy
+    context = min(policy.kv_block + _CONTEXT, model.max_positions) - 1
     if sequences > 1:
-        layouts.append([Span(slot, 0, [0]) for slot in range(sequences)])
-    cache = model.new_cache(sequences, counts[-1])
-    cache.reserve_capacity(counts[-1])
+        layouts += [[Span(slot, start, [0]) for slot in range(sequences)] for start in (0, context)]
+    cache = model.new_cache(sequences, max(counts[-1], context + 1))
+    cache.reserve_capacity(cache.limit)
+    if sequences > 1:
+        for layer in cache.storage:  # written, for memory that never was reads faster than any
+            layer.data[:, :, :, :context] = 0
     best = [float("inf")] * len(layouts)
     for repeat in range(_REPEATS + 1):
         for i, spans in enumerate(layouts):
@@ -50,10 +56,9 @@ def time_passes(
     times = StepTimes(tuple(counts), tuple(seconds))
     if sequences == 1:
         return times
-    block, keys = model.row_policy.multiple, model.row_policy.kv_block
-    wide = -(-sequences // block) * block
-    pairs = (sequences * (block + QUERY_OVERHEAD) - (wide + QUERY_OVERHEAD)) * keys
-    return StepTimes(times.rows, times.seconds, max(0.0, best[-1] - times.at(sequences)) / pairs if pairs > 0 else 0.0)
+    more = (context // policy.kv_block) * policy.kv_block  # keys, in whole blocks
+    pairs = sequences * (policy.multiple + QUERY_OVERHEAD) * more
+    return StepTimes(times.rows, times.seconds, max(0.0, best[-1] - best[-2]) / pairs if pairs > 0 else 0.0)
 
 
 def live_cost(model: TargetModel, max_batch: int, max_draft: int, seed: StepTimes | None = None) -> LiveCost:
