@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +137,20 @@ def test_a_report_counts_texts_that_part_from_their_own_engines_plain() -> None:
     assert "- openvino:fp16:plain*2: k 2 at token 2" in text
 
 
+def test_divergence_is_that_of_its_definition() -> None:
+    quality = module("quality")
+    generator = np.random.default_rng(0)
+    one, two = generator.normal(size=(2, 5, 7)).astype(np.float32)
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (one.astype(float), two.astype(float)))
+    found = quality.divergence(one, two)
+    slow = [sum(a * math.log(a / b) for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
+    assert found.nats == pytest.approx(slow)
+    assert found.same.tolist() == [
+        a.tolist().index(max(a)) == b.tolist().index(max(b)) for a, b in zip(p, q, strict=True)
+    ]
+    assert quality.divergence(one, one + 3.0).nats == pytest.approx(np.zeros(5), abs=1e-6)
+
+
 # -- measuring -------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +206,10 @@ def test_paceline_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     cases = tmp_path / "shared" / "cases"
     cases.mkdir(parents=True)
     (cases / "peer_prompts.py").write_text("PROMPTS = [('one', 'the fox'), ('two', 'a fox a fox a fox')]")
-    argv = ["speed", "--envs", str(tmp_path), "--model", str(model), "--shared", str(cases.parent), "--threads", "1"]
-    argv += ["--max-tokens", "6", "--rounds", "1", "--arms", "paceline:float32:plain", "paceline:float32:auto*2"]
-    assert module("__main__").main(argv) == 0
+    common = ["--envs", str(tmp_path), "--model", str(model), "--shared", str(cases.parent), "--threads", "1"]
+    speed = ["speed", *common, "--max-tokens", "6", "--rounds", "1"]
+    assert module("__main__").main([*speed, "--arms", "paceline:float32:plain", "paceline:float32:auto*2"]) == 0
     out = capsys.readouterr().out
     assert "| paceline:float32:auto*2 |" in out and "2 of 2" in out and "- none" in out
+    assert module("__main__").main(["quality", *common, "--arms", "paceline:float32"]) == 0
+    assert " 100.00 % | 0.00000 (0.00000 to 0.00000) |" in capsys.readouterr().out.replace("-0.00000", "0.00000")

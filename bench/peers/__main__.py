@@ -16,13 +16,15 @@ import argparse
 import platform
 import runpy
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.peers.arms import DEFAULT_ARMS, PACELINE, Arm, parse_arm
-from bench.peers.envs import PEERS, Environment, environment_of, install
+from bench.peers.arms import DEFAULT_ARMS, PACELINE, PLAIN, Arm, parse_arm
+from bench.peers.envs import PEERS, TRANSFORMERS, Environment, environment_of, install
+from bench.peers.quality import compare, quality_table
 from bench.peers.speed import Prompt, measure, report, start
 from bench.peers.weights import ModelFiles
 from paceline.bench.probe import processor_name
@@ -60,9 +62,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     speed.add_argument("--seconds", type=float, default=600.0, help="about so long, loading left out")
     speed.add_argument("--output", type=Path, help="results, one a line; a run that was cut off goes on there")
     speed.set_defaults(run=run_speed)
-    for verb in (made, speed):
+    quality = verbs.add_parser("quality", help="how far the weights are from float32")
+    quality.add_argument("--arms", nargs="+", default=["paceline:bfloat16", "openvino:int8", "llama.cpp:file"])
+    quality.add_argument("--longest", type=int, default=192, help="tokens of a text")
+    quality.set_defaults(run=run_quality, draft=None)
+    for verb in (made, speed, quality):
         verb.add_argument("--envs", type=Path, required=True, help="folder of the environments and of what is made")
-    for verb in (speed,):
+    for verb in (speed, quality):
         verb.add_argument("--model", required=True, help="a .gguf file, a folder with safetensors, or a known name")
         verb.add_argument("--kinds", nargs="+", choices=[EIGHT, *KINDS], default=[EIGHT])
         verb.add_argument("--prompts", type=int, default=8, help="of each workload")
@@ -109,8 +115,26 @@ def run_speed(args: argparse.Namespace) -> int:
             seconds=args.seconds,
             say=say,
         )
-    print(_heading(args, envs))
+    print(_heading(args, envs, f"greedy, up to {args.max_tokens} tokens"))
     print(report(measured, arms))
+    return 0
+
+
+def run_quality(args: argparse.Namespace) -> int:
+    arms, envs = available(args.envs, [parse_arm(f"{text}:{PLAIN}") for text in args.arms], None)
+    model = inspect_checkpoint(args.model)
+    prompts = load_prompts(model, args)
+    reference = Arm(TRANSFORMERS, "float32", PLAIN)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        logs = args.envs / "logs"
+        requests = _requests(args, arms, envs, model.eos_token_ids, args.longest + 64)
+        files = ModelFiles(args.model, args.envs / "models", say).path_for(TRANSFORMERS, "float32", None)
+        own = {"model": files, "draft": None, "stop_ids": sorted(model.eos_token_ids)}
+        base = start(stack, [(reference, Path(sys.executable), own)], args.threads, logs, "load_scores")[reference]
+        children = start(stack, requests, args.threads, logs, "load_scores")
+        found = compare(base, children, prompts, model.vocab_size, Path(folder), longest=args.longest, say=say)
+    print(_heading(args, envs, f"texts of up to {args.longest} tokens of {', '.join(args.kinds)}"))
+    print(quality_table(found))
     return 0
 
 
@@ -198,11 +222,11 @@ def _description(args: argparse.Namespace, arms: Sequence[Arm], envs: dict[str, 
     }
 
 
-def _heading(args: argparse.Namespace, envs: dict[str, Environment | None]) -> str:
+def _heading(args: argparse.Namespace, envs: dict[str, Environment | None], what: str) -> str:
     versions = "; ".join(_versions(env) for env in envs.values() if env is not None)
     draft = "" if args.draft is None else f", draft {Path(args.draft).name}"
     return (
-        f"{Path(args.model).name}{draft}, greedy, up to {args.max_tokens} tokens, {args.threads} threads, "
+        f"{Path(args.model).name}{draft}, {what}, {args.threads} threads, "
         f"{processor_name()} ({platform.machine()}); {versions or 'no peer'}\n"
     )
 

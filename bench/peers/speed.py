@@ -23,7 +23,7 @@ from bench.peers.child import Child
 from paceline.bench.paired import arm_order, bootstrap_interval, first_difference, geometric_mean
 from paceline.bench.results import ResultFile
 
-__all__ = ["ALL", "Measured", "Prompt", "measure", "paired", "report", "start"]
+__all__ = ["ALL", "Measured", "Prompt", "markdown", "measure", "paired", "report", "start"]
 
 ALL = "all at once"
 _WARM_TOKENS = 16
@@ -133,15 +133,19 @@ def _until_end(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int,
 
 
 def start(
-    stack: ExitStack, arms: Iterable[tuple[Arm, Path, dict[str, Any]]], threads: int, logs: Path
+    stack: ExitStack,
+    arms: Iterable[tuple[Arm, Path, dict[str, Any]]],
+    threads: int,
+    logs: Path,
+    load: str = "load",
 ) -> dict[Arm, Child]:
-    """A child for every (arm, interpreter, what it is to load)."""
+    """A child for every (arm, interpreter, what it is to load); `load`: "load" to generate, "load_scores" to score."""
     logs.mkdir(parents=True, exist_ok=True)
     children = {}
     for arm, python, request in arms:
         log = logs / f"{str(arm).replace(':', '_').replace('/', '-')}.log"
         child = stack.enter_context(Child(python, ENGINES[arm.engine].program, str(arm), threads, log))
-        child.ask("load", weights=arm.weights, mode=arm.mode, streams=arm.streams, threads=threads, **request)
+        child.ask(load, weights=arm.weights, mode=arm.mode, streams=arm.streams, threads=threads, **request)
         children[arm] = child
     return children
 
@@ -171,7 +175,7 @@ def _table(results: Sequence[Measured], arms: Sequence[Arm], streams: int) -> st
         cells = [str(arm), _speed(own), f"{1e3 * statistics.median(first):.0f}" if first else ""]
         cells += ["" if base == arm else _ratio(results, base, arm) for base in bases]
         rows.append([*cells, _same(results, arm)])
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def _speed(own: Sequence[Measured]) -> str:
@@ -226,10 +230,10 @@ def _by_prompt(results: Sequence[Measured], arms: Sequence[Arm]) -> str:
         medians = _medians([m for m in results if m.arm == str(arm)])
         groups = [[medians[key] for key in keys if key in medians] for keys in columns.values()]
         rows.append([str(arm), *(f"{geometric_mean(g):.0f}" if g else "" for g in groups)])
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from typing import Any
 from lines import answer, serve
 
 START_S = 120.0
+WIDTH = 16  # tokens of a pass that scores
 
 
 def _simple(n: str = "12", m: str = "48") -> list[str]:
@@ -145,6 +148,28 @@ class LlamaServer:
         return text
 
 
+class Scores:
+    """Logits by llama.cpp's Python bindings over the same built library, in passes of `WIDTH` tokens."""
+
+    def load(self, model: str, threads: int, context: int, env: str, **_: Any) -> dict[str, Any]:
+        os.environ["LLAMA_CPP_LIB_PATH"] = str(Path(env) / "build" / "bin")
+        sys.path.insert(0, str(Path(env) / "bindings"))
+        from llama_cpp import Llama
+
+        size = {"n_ctx": context, "n_batch": WIDTH, "n_ubatch": WIDTH}
+        count = {"n_threads": threads, "n_threads_batch": threads}
+        self.llama: Any = Llama(model, logits_all=True, verbose=False, **size, **count)
+        return {}
+
+    def score(self, tokens: list[int], path: str) -> dict[str, Any]:
+        import numpy as np
+
+        self.llama.reset()
+        self.llama.eval(tokens)
+        np.save(path, self.llama.scores[: len(tokens)])
+        return {}
+
+
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -152,8 +177,8 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    child = LlamaServer()
+    child, scores = LlamaServer(), Scores()
     try:
-        serve({"load": child.load, "generate": child.generate})
+        serve({"load": child.load, "generate": child.generate, "load_scores": scores.load, "score": scores.score})
     finally:
         child.close()

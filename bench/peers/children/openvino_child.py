@@ -63,6 +63,27 @@ class OpenVINO:
         return answer(list(made.tokens[0]), metrics.get_ttft().mean / 1e3, (times_ms[-1] - times_ms[0]) / 1e3)
 
 
+class Scores:
+    """Logits of the model itself, without the pipeline: scaled-dot-product attention, the plugin's own precision."""
+
+    def load(self, model: str, threads: int, **_: Any) -> dict[str, Any]:
+        compiled = ov.Core().compile_model(f"{model}/openvino_model.xml", "CPU", {"INFERENCE_NUM_THREADS": threads})
+        self.request = compiled.create_infer_request()
+        return {}
+
+    def score(self, tokens: list[int], path: str) -> dict[str, Any]:
+        self.request.reset_state()
+        ids = np.array([tokens], dtype=np.int64)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "position_ids": np.arange(len(tokens), dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        np.save(path, np.asarray(self.request.infer(inputs)["logits"][0], dtype=np.float32))
+        return {}
+
+
 if __name__ == "__main__":
-    child = OpenVINO()
-    serve({"load": child.load, "generate": child.generate})
+    child, scores = OpenVINO(), Scores()
+    serve({"load": child.load, "generate": child.generate, "load_scores": scores.load, "score": scores.score})

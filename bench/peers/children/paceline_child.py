@@ -6,11 +6,14 @@ import time
 from itertools import count
 from typing import Any
 
+import numpy as np
 from lines import answer, serve
 
 from paceline import LLM, SamplingParams
 from paceline.core.output import Completion
+from paceline.decode.model.step import Span, build_inputs
 
+WIDTH = 16  # tokens of a pass that scores
 DRAFTS = {"plain": ["none"], "auto": ["auto"], "auto+draft": ["auto", "model:{draft}"]}
 
 
@@ -56,6 +59,28 @@ def _tokens(done: Completion) -> list[int]:
     return list(done.token_ids)
 
 
+class Scores:
+    """Logits by passes as wide as a verify block: the bits that decoding has."""
+
+    def load(self, model: str, weights: str, threads: int, context: int, **_: Any) -> dict[str, Any]:
+        llm = LLM(model, draft="none", dtype=weights, threads=threads, max_batch=1, max_context=context)
+        self.model, self.context = llm.engine.model, context
+        return {}
+
+    def score(self, tokens: list[int], path: str) -> dict[str, Any]:
+        cache = self.model.new_cache(1, self.context)
+        cache.reserve_capacity(self.context)
+        rows = []
+        for start in range(0, len(tokens), WIDTH):
+            spans = [Span(0, start, tokens[start : start + WIDTH], want="all")]
+            inputs = build_inputs(spans, cache.capacity, self.model.geometry, self.model.row_policy)
+            first, count = inputs.logits_of[0]
+            logits = self.model.forward(inputs, cache).logits
+            rows.append(logits[first : first + count].float().numpy().copy())
+        np.save(path, np.concatenate(rows))
+        return {}
+
+
 if __name__ == "__main__":
-    child = Paceline()
-    serve({"load": child.load, "generate": child.generate})
+    child, scores = Paceline(), Scores()
+    serve({"load": child.load, "generate": child.generate, "load_scores": scores.load, "score": scores.score})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from lines import answer, serve
@@ -32,6 +33,11 @@ class Transformers:
         began = time.perf_counter()
         answers = [self._one(ids, max_tokens) for ids in prompts]
         return {"answers": answers, "wall_s": time.perf_counter() - began}
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int], path: str) -> dict[str, Any]:
+        np.save(path, self.model(torch.tensor([tokens])).logits[0].float().numpy())
+        return {}
 
     @torch.inference_mode()
     def _one(self, ids: list[int], max_tokens: int) -> dict[str, Any]:
@@ -66,4 +72,4 @@ class Stamps(BaseStreamer):
 
 if __name__ == "__main__":
     child = Transformers()
-    serve({"load": child.load, "generate": child.generate})
+    serve({"load": child.load, "generate": child.generate, "load_scores": child.load, "score": child.score})
