@@ -272,3 +272,22 @@ def test_windows_keep_no_more_than_their_rings(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text", max_position_embeddings=8192)
     found = inspect_checkpoint(str(save_folder(tmp_path, model, None)))
     assert [found.kv_bytes(tokens, 2) for tokens in (100, 5000)] == [2 * n * 2 * 32 * 2 for n in (200, 6024)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "missing", "level"),
+    [
+        ("bfloat16", "", Level.OK),
+        ("bfloat16", "no compiler", Level.OK),
+        ("int8", "", Level.OK),
+        ("int8", "no compiler", Level.ERROR),
+    ],
+)
+def test_the_decoder_is_named(tmp_path: Path, precision: str, missing: str, level: Level) -> None:
+    save_folder(tmp_path, tiny_model(), tiny_backend())
+    info = inspect_checkpoint(str(tmp_path))
+    load = Load(1, 16, 0, target_precision=precision)
+    report = examine_pair(info, None, load, None, uncompiled=(missing, None))
+    finding = next(f for f in report.findings if f.topic == "decoder")
+    assert finding.level is level and missing in finding.text
+    assert memory_need(info, None, load).target_weights == info.parameters * {"bfloat16": 2, "int8": 1}[precision]

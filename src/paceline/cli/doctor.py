@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+_PRECISIONS = ("bfloat16", "float32", "int4", "int8")  # PRECISIONS, without loading torch
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens each (default: the target's, up to 8192)"
     )
-    parser.add_argument("--dtype", choices=sorted(_BYTES), default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--draft-dtype", choices=sorted(_BYTES), help="default: as --dtype")
+    parser.add_argument("--dtype", choices=_PRECISIONS, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--draft-dtype", choices=_PRECISIONS, help="default: as --dtype")
     parser.add_argument("--device", default="cpu", help="cpu or cuda[:N] (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(func=run)
@@ -45,7 +45,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_engine()
+    import torch
+
     from paceline.decode.draft.registry import parse_draft
+    from paceline.decode.loading import why_not_compiled
     from paceline.decode.model.checkpoint import inspect_checkpoint
     from paceline.decode.model.doctor import Level, Load, available_memory_bytes, examine_pair
 
@@ -59,10 +62,16 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         context_tokens=min(target.max_positions, 8192) if args.context is None else args.context,
         draft_length=args.draft_length,
-        target_bytes_per_value=_BYTES[args.dtype],
-        draft_bytes_per_value=_BYTES[args.draft_dtype or args.dtype],
+        target_precision=args.dtype,
+        draft_precision=args.draft_dtype or args.dtype,
     )
-    report = examine_pair(target, draft, load, available_memory_bytes(args.device), spec.layers)
+    available = available_memory_bytes(args.device)
+    device = torch.device(args.device)
+    uncompiled = (
+        why_not_compiled(target.config, device),
+        None if draft is None else why_not_compiled(draft.config, device),
+    )
+    report = examine_pair(target, draft, load, available, spec.layers, uncompiled)
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 3 if report.worst is Level.ERROR else 0
 

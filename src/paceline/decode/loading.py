@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from paceline.decode.native.decoder import NativeDecoder, why_not_native
 from paceline.decode.native.weights import Kind
 from paceline.errors import InvalidParameter
 
-__all__ = ["compiled_decoder_missing", "load_model"]
+__all__ = ["load_model", "why_not_compiled"]
 
 _KINDS = {"bfloat16": Kind.BF16, "int8": Kind.INT8, "int4": Kind.INT4}
 
@@ -27,11 +28,12 @@ def load_model(
 
     Raises InvalidParameter where int8 or int4 is asked for and there is no compiled decoder for it.
     """
-    if precision in ("int8", "int4") and (missing := compiled_decoder_missing(device)):
+    whole = precision in ("int8", "int4")
+    if whole and (missing := _machine_lacks(device)):  # before anything is read
         raise _refusal(precision, missing)
     checkpoint = load_checkpoint(spec, dtype=floats_of(precision), progress=progress)
-    missing = compiled_decoder_missing(device) or why_not_native(checkpoint.config)
-    if missing and precision in ("int8", "int4"):
+    missing = why_not_compiled(checkpoint.config, device)
+    if whole and missing:
         raise _refusal(precision, missing)
     if precision == "float32" or missing:
         return checkpoint, LlamaDecoder(checkpoint.config, checkpoint.tensors, device)
@@ -46,8 +48,12 @@ def load_model(
     )
 
 
-def compiled_decoder_missing(device: torch.device) -> str:
-    """Why there is no compiled decoder on this device; empty where there is one."""
+def why_not_compiled(config: Any, device: torch.device) -> str:
+    """Why a model of this config does not run in the compiled decoder on this device; empty where it does."""
+    return _machine_lacks(device) or why_not_native(config)
+
+
+def _machine_lacks(device: torch.device) -> str:
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device.type}"
     return availability().missing

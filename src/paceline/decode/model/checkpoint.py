@@ -76,8 +76,8 @@ class CheckpointInfo:
     parameters: int
     parameters_read: int
 
-    def weight_bytes(self, bytes_per_weight: int) -> int:
-        return self.parameters * bytes_per_weight
+    def weight_bytes(self, bytes_per_weight: float) -> int:
+        return int(self.parameters * bytes_per_weight)
 
     def kv_bytes(self, tokens: int, bytes_per_value: int) -> int:
         """Keys and values of a sequence of `tokens`; a layer with a sliding window holds no more than its ring."""

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.decode.memory import LOGIT_COPIES, available_memory_bytes, show_bytes
 from paceline.decode.model.checkpoint import CheckpointInfo
 from paceline.decode.model.overlap import HasTokens, Translation, find_translation
+from paceline.decode.model.precision import BYTES_PER_WEIGHT, floats_of
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import IncompatibleDraft, InvalidParameter
 
@@ -53,13 +54,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the pair shall serve: sequences at once, tokens of context each, D, bytes per value."""
+    """What the pair shall serve: sequences at once, tokens of context each, D, and in which numbers."""
 
     batch: int
     context_tokens: int
     draft_length: int
-    target_bytes_per_value: int = 2
-    draft_bytes_per_value: int = 2
+    target_precision: str = "bfloat16"
+    draft_precision: str = "bfloat16"
 
     def __post_init__(self) -> None:
         for name in ("batch", "context_tokens"):
@@ -182,12 +183,12 @@ def memory_need(target: CheckpointInfo, draft: CheckpointInfo | None, load: Load
     """Bytes at full batch and context; the workspace is batch * (D + 1) float32 rows of the vocabulary."""
     draft_tokens = 0 if draft is None else min(load.context_tokens, draft.max_positions)
     rows = load.batch * (load.draft_length + 1)
-    draft_bytes = load.draft_bytes_per_value
+    kept, draft_kept = (floats_of(name).itemsize for name in (load.target_precision, load.draft_precision))
     return MemoryNeed(
-        target_weights=target.weight_bytes(load.target_bytes_per_value),
-        draft_weights=0 if draft is None else draft.weight_bytes(draft_bytes),
-        target_kv=load.batch * target.kv_bytes(load.context_tokens, load.target_bytes_per_value),
-        draft_kv=0 if draft is None else load.batch * draft.kv_bytes(draft_tokens, draft_bytes),
+        target_weights=target.weight_bytes(BYTES_PER_WEIGHT[load.target_precision]),
+        draft_weights=0 if draft is None else draft.weight_bytes(BYTES_PER_WEIGHT[load.draft_precision]),
+        target_kv=load.batch * target.kv_bytes(load.context_tokens, kept),
+        draft_kv=0 if draft is None else load.batch * draft.kv_bytes(draft_tokens, draft_kept),
         verify_workspace=rows * target.config.vocab_size * 4 * LOGIT_COPIES,
     )
 
@@ -198,6 +199,7 @@ def examine_pair(
     load: Load,
     available_bytes: int | None,  # None: not known on this machine
     exit_layers: int | None = None,  # layers that draft, where the target's own do
+    uncompiled: tuple[str | None, str | None] = (None, None),  # why target and draft do without the compiled decoder
 ) -> PairReport:
     """Everything there is to say about running `draft` for `target` under `load`."""
     need = memory_need(target, draft, load)
@@ -207,6 +209,11 @@ def examine_pair(
         findings.append(_weight(target, draft, load))
     if exit_layers is not None:
         findings.append(_early_exit(target, exit_layers))
+    for model, precision, missing in zip(
+        (target, draft), (load.target_precision, load.draft_precision), uncompiled, strict=True
+    ):
+        if model is not None and missing is not None:
+            findings.append(_decoder(model, precision, missing))
     findings.append(_memory(need, load, available_bytes))
     return PairReport(target.name, None if draft is None else draft.name, tuple(findings), need)
 
@@ -282,8 +289,8 @@ def _early_exit(target: CheckpointInfo, layers: int) -> Finding:
 
 
 def _weight(target: CheckpointInfo, draft: CheckpointInfo, load: Load) -> Finding:
-    plain = target.parameters_read * load.target_bytes_per_value
-    ratio = draft.parameters_read * load.draft_bytes_per_value / plain
+    plain = target.parameters_read * BYTES_PER_WEIGHT[load.target_precision]
+    ratio = draft.parameters_read * BYTES_PER_WEIGHT[load.draft_precision] / plain
     text = f"a draft token reads {ratio:.0%} of the bytes a plain step reads."
     if ratio > _HEAVY_DRAFT:
         return Finding(
@@ -293,6 +300,17 @@ def _weight(target: CheckpointInfo, draft: CheckpointInfo, load: Load) -> Findin
             "Take a smaller draft, or a lower --draft-dtype.",
         )
     return Finding("draft weight", Level.OK, text)
+
+
+def _decoder(model: CheckpointInfo, precision: str, missing: str) -> Finding:
+    if precision == "float32":
+        return Finding("decoder", Level.OK, f"{model.name} in float32 runs on PyTorch's products.")
+    if not missing:
+        return Finding("decoder", Level.OK, f"{model.name} in {precision} is compiled for this processor.")
+    if precision == "bfloat16":
+        return Finding("decoder", Level.OK, f"{model.name} runs on PyTorch's products: {missing}.")
+    text = f"{model.name} in {precision} needs the compiled decoder: {missing}."
+    return Finding("decoder", Level.ERROR, text, "Use bfloat16 or float32.")
 
 
 def _memory(need: MemoryNeed, load: Load, available_bytes: int | None) -> Finding:
