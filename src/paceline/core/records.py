@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,6 +63,9 @@ class StepRecord:
     lossless: bool = True
 
 
+_FIELDS = tuple(f.name for f in fields(StepRecord))
+
+
 class TraceWriter:
     """Appends records to a JSON-lines file; the header names the run."""
 
@@ -75,7 +78,7 @@ class TraceWriter:
         self._line({"schema": SCHEMA, "run": dict(run)})
 
     def write(self, record: StepRecord) -> None:
-        self._line(asdict(record))
+        self._line({name: getattr(record, name) for name in _FIELDS})
 
     def close(self) -> None:
         self._file.flush()
@@ -101,7 +104,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Iterator[StepRecord]]:
 
 
 def _records(path: Path, lines: list[str]) -> Iterator[StepRecord]:
-    known = {f.name for f in fields(StepRecord)}
+    known = set(_FIELDS)
     for number, line in enumerate(lines, start=2):
         value = _parse(path, number, line)
         if unknown := value.keys() - known:
