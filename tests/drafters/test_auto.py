@@ -17,7 +17,7 @@ from paceline.decode.draft.auto import AutoDrafter, Candidate, mild_cost
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
-from paceline.plan.control.records import RoundFacts
+from paceline.plan.control.records import Choice, RoundFacts
 from paceline.plan.control.survival import AcceptanceTable, Learner
 
 
@@ -175,6 +175,26 @@ def test_a_sequence_departs_from_the_others_within_a_few_rounds() -> None:
         learner.record(0, 0.8, False)
     assert learner.survival([0.8])[0] < 0.4
     assert Learner(table).survival([0.8])[0] > 0.7
+
+
+def test_confidences_that_are_right_still_tell_of_the_drafts_to_come() -> None:
+    """A text that the drafter finds hard, and says so: no news for drafts of known confidence, but for the next."""
+    table = AcceptanceTable()
+    for i in range(400):
+        table.record(0, 0.9, i % 10 < 9)
+        table.record(0, None, i % 10 < 9)
+    learner = Learner(table)
+    for i in range(30):
+        learner.record(0, 0.1, i % 10 < 1)
+    assert learner.survival([0.9])[0] == pytest.approx(0.9, abs=0.05)
+    assert learner.survival_unstated(1)[0] < 0.3
+    assert learner.survival_unstated(9) == pytest.approx(learner.survival([None] * 9))
+
+
+def test_a_trial_that_was_broken_off_risked_less() -> None:
+    trial = Choice(1, tuple(range(4)), risk_s=2.0, usual=0)
+    assert trial.made(4) == trial and trial.made(1) == Choice(1, (0,), risk_s=0.5, usual=0)
+    assert Choice(1, (0, 1)).made(1) == Choice(1, (0, 1)), "no trial"
 
 
 def test_temperatures_are_kept_apart_and_start_from_each_other() -> None:

@@ -207,8 +207,7 @@ class AutoDrafter:
         """Run a costly candidate for the sequences it was chosen for, and cut what it says to what is worth it."""
         notes = [self._note(view) for view in views]
         for view, note in zip(views, notes, strict=True):
-            if note.choice.risk_s is None:
-                view.more = self._worth_going_on(view.key, note.choice)
+            view.more = self._worth_going_on(view.key, note.choice)
         began = self._clock()
         made = self.drafters[index].propose(views, [len(note.choice.nodes) for note in notes])
         took = self._clock() - began
@@ -216,6 +215,7 @@ class AutoDrafter:
         refined = []
         for view, ask, note, proposal in zip(views, asks, notes, made, strict=True):
             view.more = None
+            note.choice = note.choice.made(len(proposal))
             note.offers = {**note.offers, index: proposal}
             note.handed = proposal
             if len(proposal) and ask.may_cut and note.choice.risk_s is None and proposal.confidence is not None:

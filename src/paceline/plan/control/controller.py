@@ -9,7 +9,8 @@ What is learnt, and when: free drafters (string matchers) are asked also while t
 would have said is held against what was committed. A costly drafter shows itself only when it drafts; so that a
 bad stretch is not for ever, it is tried again, and tried longer than what pays, where three things hold: at its
 hopeful best it would earn the trial back over what is left of the sequence; the loss to be feared fits into a
-credit that grows by `probe_share` of all time; and no other trial runs in the round. Entering is priced: tokens
+credit that grows by `probe_share` of all time; and no other trial runs in the round. The cheapest is taken, and broken
+off where the drafter's own confidence says so: most is learnt from first drafts. Entering is priced: tokens
 that a draft model has not read cost their reading. Plain rounds are measured again now and then, within
 `plain_share` of all time, since only beside them a longer round can be called dear.
 
@@ -165,7 +166,10 @@ class Controller:
         learner, chance = self.learner(key, choice.drafter), 1.0
         for position, stated in enumerate(confidence):
             chance *= learner.acceptance(position, stated)
-        return chance * learner.acceptance(len(confidence), None) >= choice.keep
+        following = learner.acceptance(len(confidence), None)
+        if choice.risk_s is not None:  # a trial hopes
+            following = max(following, learner.table.prior)
+        return chance * following >= choice.keep
 
     def _view(self, contexts: Seq[int]) -> RoundView:
         view = self.cost.view(contexts)
@@ -234,15 +238,20 @@ class Controller:
     def _with_trial(
         self, choices: list[Choice], asks: Seq[Ask], plan: Plan, view: RoundView, load: Load
     ) -> list[Choice]:
-        """One costly drafter beyond what is expected to pay, where hope and credit allow; the one waiting longest."""
-        best: tuple[int, int, Choice] | None = None
+        """One costly drafter beyond what is expected to pay, where hope and credit allow: the cheapest trial.
+
+        A sequence that the drafter has read is cheap to try again, until it has told what it can.
+        """
+        best: tuple[float, int, Choice] | None = None
         depths = {d: _sharing(choices, d) for d, facts in enumerate(self.drafters) if not facts.free}
         for i, ask in enumerate(asks):
             for index in ask.missing:
-                waiting = self._sequences[ask.key].waiting[index]
-                if best is None or waiting > best[0]:
-                    trial = self._trial(choices[i], ask, index, plan, view, load, depths[index])
-                    best = best if trial is None else (waiting, i, trial)
+                trial = self._trial(choices[i], ask, index, plan, view, load, depths[index])
+                if trial is not None:
+                    assert trial.risk_s is not None
+                    price = trial.risk_s / (len(trial.nodes) - trial.usual)
+                    if best is None or price < best[0]:
+                        best = price, i, trial
         if best is not None:
             choices[best[1]] = best[2]
         return choices
@@ -268,7 +277,8 @@ class Controller:
             profit = sum(hopes[usual:length]) - plan.rate * min(extra_s, shared_s)  # tokens a round
             rounds = self._horizon(sequence, ask) / (1.0 + sum(hopes[:length]))
             if extra_s + entry_s <= self._credit_s and profit * rounds > plan.rate * (extra_s + entry_s):
-                return Choice(drafter, tuple(range(length)), 0.0, extra_s + entry_s, usual)
+                keep = plan.rate * view.step_s(drafter, users) / users
+                return Choice(drafter, tuple(range(length)), keep, extra_s + entry_s, usual)
         return None
 
     def _extra_s(

@@ -179,15 +179,17 @@ def _offer(drafts: Drafts, at: int) -> Offer:
 
 
 def _drafted(
-    running: Seq[_Running], asks: Seq[Ask], choices: Seq[Choice], policy: Controller | Fixed, prices: Prices
+    running: Seq[_Running], asks: Seq[Ask], choices: list[Choice], policy: Controller | Fixed, prices: Prices
 ) -> tuple[float, list[int]]:
-    """Seconds of the costly drafters, and the drafts of each sequence that are verified."""
+    """Seconds of the costly drafters, and the drafts of each sequence that are verified; `choices` as they came out."""
     seconds, lengths = 0.0, [len(choice.nodes) for choice in choices]
     for index, steps in prices.steps.items():
         chosen = [i for i, choice in enumerate(choices) if choice.drafter == index]
         if not chosen:
             continue
         made = [_made(running[i], choices[i], policy) for i in chosen]
+        for i, n in zip(chosen, made, strict=True):
+            choices[i] = choices[i].made(n)
         missing = sum(asks[i].missing[index] for i in chosen)
         took = steps.at(max(missing, len(chosen)))
         took += sum(steps.at(sum(n > depth for n in made)) for depth in range(1, max(made)))
@@ -217,7 +219,7 @@ def _made(r: _Running, choice: Choice, policy: Controller | Fixed) -> int:
     assert choice.drafter is not None
     drafts = r.text.drafts[choice.drafter]
     most = min(len(choice.nodes), max(drafts.proposed[r.at], 1))
-    if isinstance(policy, Fixed) or choice.risk_s is not None or drafts.confidence is None:
+    if isinstance(policy, Fixed) or drafts.confidence is None:
         return most
     stated = [c for c in _offer(drafts, r.at).confidence if c is not None]
     made = 1

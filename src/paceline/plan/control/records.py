@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
@@ -73,6 +73,13 @@ class Choice:
     keep: float = 0.0
     risk_s: float | None = None
     usual: int = 0
+
+    def made(self, drafts: int) -> Choice:
+        """What it came to where the drafter stopped by itself: a trial that was broken off risked less."""
+        if self.risk_s is None or drafts >= len(self.nodes):
+            return self
+        risk_s = self.risk_s * max(drafts - self.usual, 1) / (len(self.nodes) - self.usual)
+        return replace(self, nodes=self.nodes[:drafts], risk_s=risk_s)
 
 
 @dataclass(frozen=True, slots=True)

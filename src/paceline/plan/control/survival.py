@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-__all__ = ["AcceptanceTable", "Learner", "temperature_range"]
+__all__ = ["AcceptanceTable", "Corrections", "Learner", "temperature_range"]
 
 _PRIOR_ACCEPTANCE = 0.6  # of a draft whose drafter states no confidence, before anything was seen
 _PRIOR_WEIGHT = 8.0  # outcomes a prior counts as, in a cell of the table
@@ -47,9 +47,8 @@ class AcceptanceTable:
 
     def estimate(self, position: int, confidence: float | None, temperatures: int = 0) -> float:
         """In (0, 1). Starts at the drafter's own confidence, goes by way of all temperatures to its own."""
-        if confidence is None:
-            return self.unstated(temperatures)[position if position < _LAST_POSITION else _LAST_POSITION]
-        return self._estimate(_cell(position, confidence), min(max(confidence, 0.01), 0.99), temperatures)
+        prior = self.prior if confidence is None else min(max(confidence, 0.01), 0.99)
+        return self._estimate(_cell(position, confidence), prior, temperatures)
 
     def unstated(self, temperatures: int = 0) -> list[float]:
         """`estimate` for drafts without a stated confidence, by position; the last is that of all deeper ones too."""
@@ -109,6 +108,28 @@ class _Correction:
         self.expected = self.expected * _SEQUENCE_FADE + expected
         self.outcomes = self.outcomes * _SEQUENCE_FADE + 1.0
 
+    def fade(self, share: float) -> None:
+        self.accepted *= share
+        self.expected *= share
+        self.outcomes *= share
+
+
+class Corrections:
+    """One for first drafts and one for later ones, each for drafts of a stated confidence and for those of none: what
+    the confidences tell already is no news beside them, but is beside the mean over all drafts."""
+
+    __slots__ = ("_all",)
+
+    def __init__(self) -> None:
+        self._all = [_Correction() for _ in range(4)]
+
+    def of(self, position: int, stated: bool) -> _Correction:
+        return self._all[2 * (position > 0) + stated]
+
+    def fade(self, share: float) -> None:
+        for correction in self._all:
+            correction.fade(share)
+
 
 @dataclass(slots=True)
 class Learner:
@@ -116,32 +137,28 @@ class Learner:
 
     table: AcceptanceTable
     temperatures: int = 0
-    _first: _Correction = field(default_factory=_Correction)
-    _later: _Correction = field(default_factory=_Correction)
+    _own: Corrections = field(default_factory=Corrections)
 
     def survival(self, confidence: Seq[float | None], floor: float = 0.0) -> list[float]:
         """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: unknown).
 
         Ends before the first that falls under `floor`.
         """
-        result, product, correction = [], 1.0, self._first
-        table, temperatures = self.table, self.temperatures
+        result, product = [], 1.0
         for position, stated in enumerate(confidence):
-            product *= correction.apply(table.estimate(position, stated, temperatures))
+            product *= self.acceptance(position, stated)
             if product < floor:
                 break
             result.append(product)
-            correction = self._later
         return result
 
     def survival_unstated(self, length: int, floor: float = 0.0) -> list[float]:
         """`survival` of `length` drafts of unknown confidence."""
-        result, product, correction, chance = [], 1.0, self._first, 1.0
+        result, product, chance = [], 1.0, 1.0
         known = self.table.unstated(self.temperatures)
         for position in range(length):
-            if position < len(known):
-                chance = correction.apply(known[position])
-                correction = self._later
+            if position <= _LAST_POSITION:
+                chance = self._own.of(position, False).apply(known[position])
             product *= chance
             if product < floor:
                 break
@@ -150,8 +167,8 @@ class Learner:
 
     def acceptance(self, position: int, confidence: float | None) -> float:
         """P(draft `position` is accepted | all before it are)."""
-        correction = self._later if position else self._first
-        return correction.apply(self.table.estimate(position, confidence, self.temperatures))
+        chance = self.table.estimate(position, confidence, self.temperatures)
+        return self._own.of(position, confidence is not None).apply(chance)
 
     def hopeful(self, length: int, unseen: int) -> list[float]:
         """Survival as it may be at best: a deviation above what is expected, more where little was seen; and
@@ -161,25 +178,25 @@ class Learner:
         for position in range(length):
             mean = self.acceptance(position, None)
             mean += doubt * max(self.table.prior - mean, 0.0)
-            known = (self._later if position else self._first).outcomes
+            known = self._own.of(position, False).outcomes
             product *= min(mean + (mean * (1.0 - mean) / (1.0 + known)) ** 0.5, 0.98)
             result.append(product)
         return result
 
     def fade(self, share: float) -> None:
         """Nothing was seen for a round: what is known of this sequence goes back towards what is of all."""
-        for correction in (self._first, self._later):
-            correction.accepted *= share
-            correction.expected *= share
-            correction.outcomes *= share
+        self._own.fade(share)
 
     def record(self, position: int, confidence: float | None, accepted: bool) -> None:
         """Draft `position` was (not) accepted, all before it were."""
-        expected = self.table.estimate(position, confidence, self.temperatures)
-        (self._later if position else self._first).record(expected, accepted)
-        self.table.record(position, confidence, accepted, self.temperatures)
+        self._record(position, confidence, accepted)
         if confidence is not None:  # for choosing before the drafts and their confidences are known
-            self.table.record(position, None, accepted, self.temperatures)
+            self._record(position, None, accepted)
+
+    def _record(self, position: int, confidence: float | None, accepted: bool) -> None:
+        expected = self.table.estimate(position, confidence, self.temperatures)
+        self._own.of(position, confidence is not None).record(expected, accepted)
+        self.table.record(position, confidence, accepted, self.temperatures)
 
 
 def _cell(position: int, confidence: float | None) -> int:
