@@ -1,16 +1,17 @@
 """A server under load and under faults: many clients, half of them leaving at random, and all free afterwards.
 
     python bench/serve_load.py --serve "MODEL [options of paceline serve]" [--clients 1,4,16,64] [--seconds 60]
-        [--leave 0.5] [--kill] [--max-tokens 128] [--speculation '{"draft": "none"}'] [--output FILE]
+        [--leave 0.5] [--kill] [--again 8] [--max-tokens 128] [--speculation '{"draft": "none"}'] [--output FILE]
     python bench/serve_load.py --url http://HOST:PORT ...
 
 Each client asks for one chat answer after another, streamed, the package's own prompts in a fixed order, a temperature
 of 0 or 0.8 by turns. With `--leave P` a share P of the answers is left after a random number of chunks (0 to 40), by
 closing the connection. Between the stages the server must come to rest: nothing running, waiting or held in the cache
-within 10 s. A line a stage: answers, tokens a second, time to first token and between deliveries by quantiles,
-refusals (429, waited for as told), failures, and the memory of the process before and after (where `--serve` started
-it). `--kill` ends the server with SIGKILL in the middle of a last stage, starts it again on the same port, and asks it
-the first prompt again: the text must be the same.
+within 10 s. Then `--again N` whole answers of the stage are asked for again, one at a time: the texts must be the same,
+whatever was preempted (a server with a small `--max-memory` does so). A line a stage: answers, tokens a second, time to
+first token and between deliveries by quantiles, refusals (429, waited for as told), failures, preemptions, and the
+memory of the process before and after (where `--serve` started it). `--kill` ends the server with SIGKILL in the middle
+of a last stage, starts it again on the same port, and asks it the first prompt again: the text must be the same.
 
 The last line of stdout is JSON. Exit code 1 where anything failed, stuck or stayed held.
 """
@@ -52,11 +53,15 @@ class Stage:
     tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
+    preempted: int = 0
+    asked_again: int = 0
+    differ: int = 0
     rest_s: float | None = None
     memory_mb: float | None = None
 
     def line(self) -> dict[str, Any]:
-        value = {k: v for k, v in asdict(self).items() if k not in ("first_s", "gaps_s", "failures")}
+        value = {k: v for k, v in asdict(self).items() if k not in ("first_s", "gaps_s", "failures", "texts")}
         value["tokens_per_s"] = self.tokens / self.seconds
         for name, times in (("first_s", self.first_s), ("gaps_s", self.gaps_s)):
             value |= {f"{name}_p{p}": quantile(times, p / 100) for p in (50, 95, 99)}
@@ -109,12 +114,15 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
+    def metric(self, *names: str) -> float:
+        """Metrics without labels, added up."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=30).text
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("paceline_"))
+        return sum(float(found["paceline_" + name]) for name in names)
+
     def held(self) -> float:
         """Choices running and waiting, and the share of the cache in use, added up: 0 at rest."""
-        text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=30).text
-        names = ("paceline_num_requests_running", "paceline_num_requests_waiting", "paceline_kv_cache_usage_ratio")
-        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(names))
-        return sum(float(found[name]) for name in names)
+        return self.metric("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
 
     def rest(self) -> float | None:
         """Seconds until nothing is held, None where it takes longer than REST_S."""
@@ -155,7 +163,7 @@ class Client:
                 return
             if answer.status_code != 200:
                 raise ValueError(f"status {answer.status_code}: {(await answer.aread())[:150]!r}")
-            chunks, ended = 0, False
+            chunks, ended, text = 0, False, ""
             async for line in answer.aiter_lines():
                 if leave_after is not None and chunks >= leave_after:
                     self._stage.left += 1
@@ -166,6 +174,7 @@ class Client:
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
                     raise ValueError(chunk["error"]["message"])
+                text += "".join(c["delta"].get("content", "") for c in chunk["choices"])
                 if tokens := sum(len(c.get("tokens", ())) for c in chunk["choices"]):
                     now = time.monotonic()
                     self._stage.tokens += tokens
@@ -174,33 +183,39 @@ class Client:
             if not ended:
                 raise ValueError("the stream ended early")
             self._stage.answers += 1
+            self._stage.texts[self._next] = text
 
     def _body(self, number: int) -> dict[str, Any]:
         spec = json.loads(self._args.speculation) | {"tokens": True}
-        prompt = self._prompts[number * 7 % len(self._prompts)]
-        return {
-            "messages": [{"role": "user", "content": prompt}],
-            "max_completion_tokens": self._args.max_tokens,
-            "temperature": 0.8 if number % 2 else 0.0,
-            "seed": number,
-            "stream": True,
-            "speculation": spec,
-        }
+        return body_of(number, self._prompts, self._args) | {"stream": True, "speculation": spec}
+
+
+def body_of(number: int, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": prompts[number * 7 % len(prompts)]}],
+        "max_completion_tokens": args.max_tokens,
+        "temperature": 0.8 if number % 2 else 0.0,
+        "seed": number,
+    }
 
 
 async def run_stage(server: Server, prompts: list[str], clients: int, args: argparse.Namespace) -> Stage:
     stage = Stage(clients, args.seconds)
+    before = await asyncio.to_thread(server.metric, "num_preemptions_total")
     began = time.monotonic()
     until = began + args.seconds
     await asyncio.gather(*(Client(server, prompts, stage, args, 1000 * i).run(until) for i in range(clients)))
     stage.seconds = time.monotonic() - began
     stage.rest_s = await asyncio.to_thread(server.rest)
     stage.memory_mb = server.memory_mb()
+    stage.preempted = int(await asyncio.to_thread(server.metric, "num_preemptions_total") - before)
+    for number, text in list(stage.texts.items())[: args.again]:
+        stage.asked_again += 1
+        stage.differ += await asyncio.to_thread(ask_once, server, body_of(number, prompts, args)) != text
     return stage
 
 
-def ask_once(server: Server, prompt: str, max_tokens: int) -> str:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": max_tokens, "temperature": 0}
+def ask_once(server: Server, body: dict[str, Any]) -> str:
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=STUCK_S, trust_env=False)
     answer.raise_for_status()
     return str(answer.json()["choices"][0]["message"]["content"])
@@ -208,14 +223,14 @@ def ask_once(server: Server, prompt: str, max_tokens: int) -> str:
 
 async def kill_and_restart(server: Server, prompts: list[str], args: argparse.Namespace) -> bool:
     """Whether a server killed under load comes back with the same text."""
-    before = ask_once(server, prompts[0], args.max_tokens)
+    before = ask_once(server, body_of(0, prompts, args))
     stage, until = Stage(4, 5.0), time.monotonic() + 5
     load = asyncio.gather(*(Client(server, prompts, stage, args, i).run(until) for i in range(4)))
     await asyncio.sleep(2)
     server.stop(signal.SIGKILL)
     await load
     await asyncio.to_thread(server.start)
-    return ask_once(server, prompts[0], args.max_tokens) == before
+    return ask_once(server, body_of(0, prompts, args)) == before
 
 
 def main() -> int:
@@ -225,7 +240,7 @@ def main() -> int:
     server.start()
     lines = []
     try:
-        ask_once(server, prompts[0], 4)
+        ask_once(server, body_of(0, prompts, args))
         first_memory = server.memory_mb()
         for clients in (int(n) for n in args.clients.split(",")):
             stage = asyncio.run(run_stage(server, prompts, clients, args))
@@ -239,7 +254,7 @@ def main() -> int:
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
-    good = all(not line["failed"] and line["rest_s"] is not None for line in lines)
+    good = all(not line["failed"] and not line["differ"] and line["rest_s"] is not None for line in lines)
     return 0 if good and same in (None, True) and code in (None, 0) else 1
 
 
@@ -252,6 +267,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--leave", type=float, default=0.5)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="whole answers of a stage asked for again")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--speculation", default="{}")
     parser.add_argument("--kill", action="store_true")

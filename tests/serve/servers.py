@@ -49,9 +49,14 @@ class Running:
 
 
 @contextmanager
-def serving(folder: str, *, grace_s: float = 5.0, max_batch: int = 4, **options: Any) -> Iterator[Running]:
+def serving(
+    folder: str, *, grace_s: float = 5.0, max_batch: int = 4, max_memory: int | None = None, **options: Any
+) -> Iterator[Running]:
     metrics = Metrics()
-    llm = LLM(folder, dtype="float32", max_batch=max_batch, draft="suffix", draft_length=4, on_record=metrics.record)
+    llm = LLM(
+        folder, dtype="float32", max_batch=max_batch, draft="suffix", draft_length=4, on_record=metrics.record,
+        max_memory=max_memory,
+    )  # fmt: skip
     server = Server(llm, metrics, ServiceOptions(NAME, **options), grace_s=grace_s)
     listener = open_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

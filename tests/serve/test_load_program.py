@@ -33,12 +33,13 @@ def test_it_loads_and_reports(
     server: Running, program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--url", server.url, "--clients", "1,6", "--seconds", "0.4", "--max-tokens", "12", "--leave", "0.5"]
+    options += ["--again", "2"]
     assert run(program, monkeypatch, *options) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [s["clients"] for s in result["stages"]] == [1, 6]
     for stage in result["stages"]:
         assert stage["answers"] + stage["left"] > 0 and stage["failed"] == 0 and stage["rest_s"] < 10
-        assert stage["first_s_p50"] > 0
+        assert stage["first_s_p50"] > 0 and stage["asked_again"] > 0 and stage["differ"] == 0
 
 
 def test_it_sees_what_fails_and_what_stays_held(
@@ -50,4 +51,8 @@ def test_it_sees_what_fails_and_what_stays_held(
     assert run(program, monkeypatch, *options) == 1
     monkeypatch.undo()
     assert run(program, monkeypatch, *options, "--speculation", '{"draft": "nobody"}') == 1
-    assert "nobody" in json.loads(capsys.readouterr().out.splitlines()[-1])["stages"][0]["failures"][0]
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]
+    assert "nobody" in told[0]["failures"][0]
+    monkeypatch.setattr(program, "ask_once", lambda *_: "another text")
+    assert run(program, monkeypatch, *options, "--again", "1", "--leave", "0") == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stages"][0]["differ"] == 1

@@ -158,6 +158,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def preemptions(self) -> int:
+        """How often a choice yielded its memory, ever."""
+        return self._queue.preemptions
+
+    @property
     def cache_usage(self) -> float:
         """Share of the cache's memory that sequences which run hold; prefixes yield and do not count."""
         return self._room.used_bytes / (self.cache.nbytes + self.cache.free_bytes)

@@ -19,7 +19,7 @@ __all__ = ["Queue"]
 
 
 class Queue:
-    """`waiting` and `running` sequences; at most `lanes` run.
+    """`waiting` and `running` sequences; at most `lanes` run. `preemptions` counts those that yielded, ever.
 
     max_draft    draft tokens a round where the drafter chooses
     drafter_of   who drafts for a sequence
@@ -31,6 +31,7 @@ class Queue:
         self.room, self.lanes, self.max_draft, self.drafter_of = room, lanes, max_draft, drafter_of
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.preemptions = 0
 
     def admit(self) -> None:
         """Begin, or resume, waiting sequences; who does not fit yet holds back those behind it."""
@@ -90,6 +91,7 @@ class Queue:
         self.room.leave(sequence, useful=False)
         sequence.phase = Phase.WAITING
         sequence.stats.preemptions += 1
+        self.preemptions += 1
         self.waiting.append(sequence)
         self.waiting.sort(key=_arrival)
 

@@ -19,7 +19,7 @@ _POSITIONS = 32
 
 @dataclass(slots=True)
 class Window:
-    """Sums over some seconds. `decided` are rounds in which a drafter could have drafted; `draft_tokens` over them."""
+    """Sums over some seconds; of `running`, `waiting` and `cache` (share of its memory in use) the most in a second."""
 
     tokens: int = 0
     prompt_rounds: int = 0
@@ -34,6 +34,8 @@ class Window:
     other_s: float = 0.0
     running: int = 0
     waiting: int = 0
+    preempted: int = 0
+    cache: float = 0.0
     drafted_at: list[int] = field(default_factory=lambda: [0] * _POSITIONS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * _POSITIONS)
 
@@ -75,7 +77,8 @@ class Live:
         self._clock, self._lock = clock, threading.Lock()
         self._seconds: deque[tuple[int, Window]] = deque(maxlen=_KEPT_S)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=256)
-        self._running = self._waiting = 0
+        self._running = self._waiting = self._preemptions = 0
+        self._cache = 0.0
         self._tokens = 0
 
     def add(self, record: StepRecord, first_of_round: bool) -> None:
@@ -83,11 +86,14 @@ class Live:
             self._tokens += record.emitted
             self._now().add(record, first_of_round)
 
-    def held(self, running: int, waiting: int) -> None:
+    def held(self, running: int, waiting: int, cache: float, preemptions: int) -> None:
+        """What the engine holds after a round; `preemptions` of all its rounds."""
         with self._lock:
-            self._running, self._waiting = running, waiting
             now = self._now()
+            now.preempted += preemptions - self._preemptions
+            self._running, self._waiting, self._cache, self._preemptions = running, waiting, cache, preemptions
             now.running, now.waiting = max(now.running, running), max(now.waiting, waiting)
+            now.cache = max(now.cache, cache)
 
     def first_token(self, seconds: float) -> None:
         with self._lock:
@@ -106,11 +112,12 @@ class Live:
         with self._lock:
             kept = [(t, w) for t, w in self._seconds if now - seconds < t < now]
             waits = sorted(s for t, s in self._first_tokens if t > now - 60)
-            running, waiting, tokens = self._running, self._waiting, self._tokens
+            running, waiting, tokens, cache = self._running, self._waiting, self._tokens, self._cache
         return {
             "now": now,
             "running": running,
             "waiting": waiting,
+            "cache": cache,
             "tokens_total": tokens,
             "seconds": [_point(t, w) for t, w in kept],
             "minute": {
@@ -119,6 +126,7 @@ class Live:
                 "drafted_at": _trim(recent.drafted_at),
                 "accepted_at": recent.accepted_at[: len(_trim(recent.drafted_at))],
                 "parts": {"draft": recent.draft_s, "verify": recent.verify_s, "other": recent.other_s},
+                "preempted": recent.preempted,
                 "first_token_p50_s": waits[len(waits) // 2] if waits else None,
             },
         }

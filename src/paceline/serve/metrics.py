@@ -32,7 +32,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.live = Live()
         self._recent_s: deque[float] = deque(maxlen=64)
-        self._round = -1
+        self._round, self._preemptions = -1, 0
         self._children: dict[tuple[int, str | int], Counter] = {}
         self._drafting()
         self._requests()
@@ -135,11 +135,13 @@ class Metrics:
 
     def held(self, engine: Engine) -> None:
         """The engine's gauges, between two rounds."""
-        running, waiting = engine.running, engine.waiting
+        running, waiting, usage = engine.running, engine.waiting, engine.cache_usage
         self._running.set(running)
         self._waiting.set(waiting)
-        self._usage.set(engine.cache_usage)
-        self.live.held(running, waiting)
+        self._usage.set(usage)
+        self._preempted.inc(engine.preemptions - self._preemptions)
+        self._preemptions = engine.preemptions
+        self.live.held(running, waiting, usage, engine.preemptions)
 
     # -- event loop --------------------------------------------------------------------------------------------
 
@@ -149,7 +151,6 @@ class Metrics:
     def ended(self, stats: DecodeStats) -> None:
         """A choice has ended with these counters."""
         self._cached.inc(stats.cached_tokens)
-        self._preempted.inc(stats.preemptions)
 
     def delta(self, delta: Delta, now: float, arrived: float, before: float | None) -> None:
         """A delivery to a choice whose last one was at `before`, None for its first."""

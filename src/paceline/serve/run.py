@@ -17,6 +17,7 @@ from paceline.serve.service import Service, ServiceOptions
 __all__ = ["Server", "open_socket"]
 
 _LAST_WORDS_S = 5  # for answers cut short to reach their clients
+_KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed under a request
 
 
 class Server(uvicorn.Server):
@@ -34,6 +35,7 @@ class Server(uvicorn.Server):
         self.service = Service(llm, metrics, options, self._give_up)
         config = uvicorn.Config(
             create_app(self.service),
+            timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="info" if access_log else "warning",
             access_log=access_log,
             timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
