@@ -1,9 +1,9 @@
-"""What the server itself costs a token: everything around an engine whose rounds take no time, or a given one.
+"""What the server itself costs a token: everything around an engine whose rounds take a given time, or none.
 
     python bench/serve_overhead.py [--streams 1,16] [--tokens-a-round 1,3] [--round-ms 0] [--seconds 4] [--profile]
 
-The engine is a stand-in: a round gives every running choice its tokens, text and records, after `--round-ms` of sleep in
-which, as in a compiled pass, other threads run. Service, thread, metrics, writers, HTTP and server-sent events are
+The engine is a stand-in: a round gives every running choice its tokens, text and records, after `--round-ms` of sleep
+in which, as in a compiled pass, other threads run. Service, thread, metrics, writers, HTTP and server-sent events are
 the real ones, in a process of their own; clients read raw chunks of chat answers of 1,000 tokens in this one.
 
 A line a setting: tokens a second, rounds a second against those of the engine alone, and the processor time of the
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,7 +111,8 @@ class InstantEngine:
             StepRecord(
                 request=choice.request.request_id, choice=0, round=number, time_s=0.0, batch=len(self._held),
                 rows=self._tokens, context=9, kind="verify" if drafts else "plain", drafter="suffix",
-                proposed=drafts, accepted=drafts, emitted=self._tokens, draft_s=0.0, verify_s=self._round_s, other_s=0.0,
+                proposed=drafts, accepted=drafts, emitted=self._tokens, draft_s=0.0, verify_s=self._round_s,
+                other_s=0.0,
             )
         )  # fmt: skip
 
@@ -203,8 +205,7 @@ def wait_for(port: int) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -42,6 +42,16 @@ def test_it_loads_and_reports(
         assert stage["first_s_p50"] > 0 and stage["asked_again"] > 0 and stage["differ"] == 0
 
 
+def test_another_server_is_asked_without_our_fields(
+    server: Running, program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--url", server.url, "--foreign", "--clients", "2", "--seconds", "0.3", "--max-tokens", "12"]
+    options += ["--leave", "0"]
+    assert run(program, monkeypatch, *options) == 0
+    (stage,) = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]
+    assert stage["answers"] > 0 and 0 < stage["tokens"] <= 12 * stage["answers"] and not stage["failed"]
+
+
 def test_it_sees_what_fails_and_what_stays_held(
     server: Running, program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ protocol's error object: malformed JSON, JSON nested without end, wrong types, b
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +32,7 @@ from paceline.serve.protocol import (
     template_messages,
 )
 from paceline.serve.schema import describe
-from paceline.serve.service import Answer, Service
+from paceline.serve.service import Answer, Service, as_json
 
 __all__ = ["create_app"]
 
@@ -198,14 +197,14 @@ async def _events(answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
         async for chunk in answer.chunks(include_usage):
             yield _event(chunk)
     except (ApiError, PacelineError) as error:
-        yield _event(as_api_error(error).body)
+        yield _event(as_json(as_api_error(error).body))
     finally:
         answer.close()
     yield b"data: [DONE]\n\n"
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _event(text: str) -> bytes:
+    return b"data: " + text.encode() + b"\n\n"
 
 
 async def _unless_left(request: Request, answer: Answer) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,7 +26,9 @@ from paceline.serve.replies import Choice, Echo, TokenTexts, Writer
 from paceline.serve.tools import writes_tool_calls
 from paceline.serve.worker import EngineThread, Reply
 
-__all__ = ["Answer", "Service", "ServiceOptions"]
+__all__ = ["Answer", "Service", "ServiceOptions", "as_json"]
+
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +154,21 @@ class Answer:
         choices = [self._writer.whole(c, parts) for c, parts in zip(self._choices, deltas, strict=True)]
         return self._head | {"object": self._writer.kind, "choices": choices, "usage": self.usage()}
 
-    async def chunks(self, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """The answer as chunks; with `include_usage` one more, without a choice, at the end."""
-        empty = {"usage": None} if include_usage else {}
-        head = self._head | {"object": self._writer.chunk_kind}
+    async def chunks(self, include_usage: bool) -> AsyncIterator[str]:
+        """The answer as chunks of JSON, what they share written once; with `include_usage` one more at the end, without
+        a choice.
+        """
+        head = as_json(self._head | {"object": self._writer.chunk_kind})[:-1] + ',"choices":['
+        end = '],"usage":null}' if include_usage else "]}"
         for choice in self._choices:
             if (first := self._writer.first(choice)) is not None:
-                yield head | {"choices": [first]} | empty
+                yield head + as_json(first) + end
         async for delta in self._deltas():
-            yield head | {"choices": [self._writer.part(self._choices[delta.choice], delta)]} | empty
+            yield head + as_json(self._writer.part(self._choices[delta.choice], delta)) + end
             if delta.error is not None:
                 raise RequestFailed(delta.error)
         if include_usage:
-            yield head | {"choices": [], "usage": self.usage()}
+            yield head + '],"usage":' + as_json(self.usage()) + "}"
 
     def usage(self) -> dict[str, Any]:
         """Tokens, and what speculation did; the engine has finished every choice."""

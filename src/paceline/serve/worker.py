@@ -179,7 +179,7 @@ class EngineThread:
                 job.left -= 1
                 self.held -= 1
                 self.metrics.ended(job.sequences[delta.choice].stats)
-            job.reply.put(replace(delta, choice=job.first + delta.choice))
+            job.reply.put(replace(delta, choice=job.first + delta.choice) if job.first else delta)
 
     def _opened(self, job: Job, error: Exception | None) -> None:
         if error is not None:
@@ -274,10 +274,13 @@ class EngineThread:
 
 def _join(first: Delta, then: Delta) -> Delta:
     """Two deltas of one choice as one."""
-    return replace(
-        then,
-        token_ids=first.token_ids + then.token_ids,
-        accepted=first.accepted + then.accepted,
-        text=first.text + then.text,
-        logprobs=first.logprobs + then.logprobs,
+    return Delta(
+        then.request_id,
+        then.choice,
+        first.token_ids + then.token_ids,
+        first.accepted + then.accepted,
+        first.text + then.text,
+        first.logprobs + then.logprobs,
+        then.finish_reason,
+        then.error,
     )
