@@ -6,7 +6,7 @@
 //
 // A weight [n, k] lies in blocks of 16 outputs, k running fastest between them, so that a pass reads it once and in
 // order. Activations are bfloat16 beside bfloat16 weights, and int8 with a scale for every 32 of them beside int8
-// (a scale an output) and int4 weights (a scale and a minimum for every 32); their sums are whole numbers.
+// (a scale for every 32) and int4 weights (a scale and a minimum for every 32); their sums are whole numbers.
 // The residual stream is float32. Keys and values are bfloat16.
 
 #include <immintrin.h>
@@ -108,8 +108,8 @@ extern "C" {
 struct Product {
   int32_t kind, n, k, blocks;  // blocks of 16 outputs; the last may be padded
   const uint8_t* weight;
-  const float* scale;  // [blocks * 16], of int8 alone
-  const float* bias;   // [blocks * 16] or null
+  const uint16_t* scale;  // [blocks, k / 32, 16] float16, of int8 alone
+  const float* bias;      // [blocks * 16] or null
 };
 
 struct Layer {
@@ -231,17 +231,22 @@ inline void int8_tile(const Product& p, int block, const Activations& a, int row
         for (int b = 0; b < B; b++) whole[b][r] = _mm512_dpbusd_epi32(whole[b][r], v[b], four);
       }
     }
+    __m512 steps[B];
+    for (int b = 0; b < B; b++) {
+      const uint16_t* at = p.scale + (size_t(block + b) * groups + g) * LANES;
+      steps[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+      _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD / 16, _MM_HINT_T0);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512 step = _mm512_set1_ps(scale[size_t(r) * groups + g]);
+      const __m512 by = _mm512_set1_ps(scale[size_t(r) * groups + g]);
 #pragma GCC unroll 2
-      for (int b = 0; b < B; b++) sums[b][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[b][r]), step, sums[b][r]);
+      for (int b = 0; b < B; b++)
+        sums[b][r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole[b][r]), by), steps[b], sums[b][r]);
     }
   }
-  for (int b = 0; b < B; b++) {
-    const __m512 step = _mm512_loadu_ps(p.scale + (block + b) * LANES);
-    for (int r = 0; r < R; r++) out[b][r] = _mm512_mul_ps(sums[b][r], step);
-  }
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) out[b][r] = sums[b][r];
 }
 
 // One block: the nibbles of two leave no registers to hold their sums (measured: slower at any number of rows).
@@ -410,7 +415,10 @@ float weight_at(const Product& p, int n, int k) {
     std::memcpy(&value, &wide, 4);
     return value;
   }
-  if (p.kind == INT8) return p.scale[n] * (int(w[(size_t(k / 4) * LANES + lane) * 4 + k % 4]) - 128);
+  if (p.kind == INT8) {
+    const float step = half_to_float(p.scale[(size_t(block) * (p.k / GROUP) + k / GROUP) * LANES + lane]);
+    return step * (int(w[(size_t(k / 4) * LANES + lane) * 4 + k % 4]) - 128);
+  }
   w += size_t(k / GROUP) * INT4_GROUP_BYTES;
   const int i = k % GROUP / 4;
   const uint8_t both = w[(size_t(i % 4) * LANES + lane) * 4 + k % 4];

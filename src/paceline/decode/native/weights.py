@@ -1,7 +1,7 @@
 """Weights as the compiled decoder reads them: packed, and quantised where asked for.
 
 bfloat16   as they are
-int8       whole numbers from -127 to 127, one scale an output
+int8       whole numbers from -127 to 127, a scale (float16) for every 32 of an output's inputs
 int4       whole numbers from 0 to 15, a scale and a minimum (float16) for every 32 of an output's inputs, which is the
            form of llama.cpp's Q4_1 blocks; those of a GGUF file are taken over as they are
 """
@@ -130,13 +130,17 @@ def pack(library: ctypes.CDLL, weight: Weight, kind: Kind, bias: Tensor | None =
         _into(library.paceline_pack_bf16, out, size, 0, rows, columns, weight.to(torch.bfloat16).contiguous())
     elif kind is Kind.INT8:
         assert isinstance(weight, Tensor)
-        scale = F.pad(weight.abs().amax(1).float() / 127, (0, blocks * LANES - rows))
-        held.append(scale)
+        steps = []
         for low in range(0, rows, _ROWS):
-            part = weight[low : low + _ROWS].float()
-            step = scale[low : low + len(part), None]
-            whole = (part / torch.where(step > 0, step, 1.0)).round_().to(torch.int8)
-            _into(library.paceline_pack_int8, out, size, low, len(part), columns, whole)
+            groups = weight[low : low + _ROWS].float().view(-1, columns // GROUP, GROUP)
+            step = (groups.abs().amax(-1) / 127).half()
+            inverse = torch.where(step > 0, 1 / step.float(), 0.0)
+            whole = (groups * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+            steps.append(step)
+            _into(library.paceline_pack_int8, out, size, low, len(whole), columns, whole)
+        padded = F.pad(torch.cat(steps), (0, 0, 0, blocks * LANES - rows))
+        scale = padded.view(blocks, LANES, -1).transpose(1, 2).contiguous()
+        held.append(scale)
     else:
         for low in range(0, rows, _ROWS):
             some = _some(weight, low)
