@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_seed_gives_its_text_in_any_batch_and_with_any_drafts(server: Running)
         assert texts[1] == alone
     other = server.post("/v1/completions", body | {"seed": 12}).json()["choices"][0]["text"]
     assert other != alone
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_in_every_chunk(server: Running, path: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**prompt, "max_tokens": 20, "n": 2, "seed": 1, "stream": True, "stream_options": options}
+    lines = server.post(path, body | {"speculation": {"tokens": True}}).text.split("\n\n")
+    said = 0
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for chunk in chunks[:-1]:
+        said += sum(len(choice.get("tokens", ())) for choice in chunk["choices"])
+        usage = chunk["usage"]
+        assert usage["completion_tokens"] == said
+        assert usage["total_tokens"] == usage["prompt_tokens"] + said
+    assert said == chunks[-1]["usage"]["completion_tokens"] > 0 and chunks[-1]["choices"] == []
 
 
 def test_stop_strings_across_chunks(server: Running) -> None:

@@ -60,6 +60,7 @@ def error(response: Any) -> dict[str, Any]:
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"stream_options": {"include_usage": True}}, None),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"top_logprobs": 2}, None),
         ({"max_completion_tokens": 4}, None),
         ({"speculation": {"draft": "eagle3"}}, "speculation.draft"),

@@ -28,6 +28,7 @@ from paceline.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    StreamOptions,
     TokenizeRequest,
     template_messages,
 )
@@ -154,9 +155,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def refused(_: Request, error: Exception) -> JSONResponse:
         return _error(service, as_api_error(error))
 
-    async def http_error(_: Request, error: Exception) -> JSONResponse:
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return _error(service, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        text = f"{request.method} {request.url.path[:200]}: {error.detail}; /openapi.json lists what is here"
+        return _error(service, ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
         _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -184,17 +186,17 @@ async def _parse(request: Request, kind: type[Body], service: Service) -> Body:
 
 async def _respond(request: Request, answer: Answer, body: GenerationRequest) -> Response:
     if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_events(answer, usage), media_type="text/event-stream", headers=_NO_BUFFER)
+        events = _events(answer, body.stream_options or StreamOptions())
+        return StreamingResponse(events, media_type="text/event-stream", headers=_NO_BUFFER)
     return JSONResponse(await _unless_left(request, answer))
 
 
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _events(answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, options: StreamOptions) -> AsyncIterator[bytes]:
     try:
-        async for chunk in answer.chunks(include_usage):
+        async for chunk in answer.chunks(options):
             yield _event(chunk)
     except (ApiError, PacelineError) as error:
         yield _event(as_json(as_api_error(error).body))

@@ -26,6 +26,7 @@ __all__ = [
     "GenerationRequest",
     "Message",
     "Speculation",
+    "StreamOptions",
     "TokenizeRequest",
     "draft_settings",
     "sampling_params",
@@ -58,7 +59,18 @@ class Speculation(Strict):
 
 
 class StreamOptions(Strict):
+    """include_usage            one more chunk at the end, with the usage
+    continuous_usage_stats   also the tokens so far, in every chunk
+    """
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _usage_at_all(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats is allowed only with include_usage: true")
+        return self
 
 
 class TextFormat(Strict):

@@ -22,6 +22,7 @@ from paceline.decode.verify.rules import get_rule
 from paceline.errors import RequestFailed, UsageError
 from paceline.serve.errors import ApiError
 from paceline.serve.metrics import Metrics
+from paceline.serve.protocol import StreamOptions
 from paceline.serve.replies import Choice, Echo, TokenTexts, Writer
 from paceline.serve.tools import writes_tool_calls
 from paceline.serve.worker import EngineThread, Reply
@@ -154,35 +155,38 @@ class Answer:
         choices = [self._writer.whole(c, parts) for c, parts in zip(self._choices, deltas, strict=True)]
         return self._head | {"object": self._writer.kind, "choices": choices, "usage": self.usage()}
 
-    async def chunks(self, include_usage: bool) -> AsyncIterator[str]:
+    async def chunks(self, options: StreamOptions) -> AsyncIterator[str]:
         """The answer as chunks of JSON, what they share written once; with `include_usage` one more at the end, without
         a choice.
         """
         head = as_json(self._head | {"object": self._writer.chunk_kind})[:-1] + ',"choices":['
-        end = '],"usage":null}' if include_usage else "]}"
+        said = 0
+
+        def end() -> str:
+            if options.continuous_usage_stats:
+                return '],"usage":' + as_json(self._tokens(said)) + "}"
+            return '],"usage":null}' if options.include_usage else "]}"
+
         for choice in self._choices:
             if (first := self._writer.first(choice)) is not None:
-                yield head + as_json(first) + end
+                yield head + as_json(first) + end()
         async for delta in self._deltas():
-            yield head + as_json(self._writer.part(self._choices[delta.choice], delta)) + end
+            said += len(delta.token_ids)
+            yield head + as_json(self._writer.part(self._choices[delta.choice], delta)) + end()
             if delta.error is not None:
                 raise RequestFailed(delta.error)
-        if include_usage:
+        if options.include_usage:
             yield head + '],"usage":' + as_json(self.usage()) + "}"
 
     def usage(self) -> dict[str, Any]:
         """Tokens, and what speculation did; the engine has finished every choice."""
         jobs = self._reply.jobs
-        prompt = sum(len(job.request.prompt) for job in jobs)
         sequences = [s for job in jobs for s in job.sequences]
         completion = 0 if self._mute else sum(len(s.output) for s in sequences)
         rounds = sum(s.stats.draft_rounds for s in sequences)
         emitted = sum(s.stats.emitted_in_draft_rounds for s in sequences)
         settings = jobs[0].request.draft
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+        return self._tokens(completion) | {
             "prompt_tokens_details": {"cached_tokens": sum(job.sequences[0].stats.cached_tokens for job in jobs)},
             "speculation": {
                 "drafter": settings.drafter,
@@ -196,6 +200,10 @@ class Answer:
                 "seconds_saved": sum(s.stats.saved_s for s in sequences) if self._service.controlled else None,
             },
         }
+
+    def _tokens(self, completion: int) -> dict[str, Any]:
+        prompt = sum(len(job.request.prompt) for job in self._reply.jobs)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def close(self) -> None:
         self._reply.cancel()
