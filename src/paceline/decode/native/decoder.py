@@ -7,6 +7,7 @@ nothing to pad and the deterministic mode costs nothing.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -139,7 +140,7 @@ class NativeDecoder:
             features.kv_heads, share, self.dtype, self.device, None, self.rotations.long_from, _QUERIES // share
         )
         self.row_policy = _POLICY
-        self._caches: tuple[int, int, Any] = (0, 0, None)
+        self._caches: tuple[weakref.ref[KVCache], int, Any] | None = None
 
     def _load(self, loader: _Loader, tensors: dict[str, Tensor], threads: int) -> None:
         features = self.features
@@ -248,11 +249,12 @@ class NativeDecoder:
         return ForwardResult(logits, hidden)
 
     def _cache_pointers(self, cache: KVCache) -> Any:
-        held, capacity, pointers = self._caches
-        if held != id(cache) or capacity != cache.capacity:
+        """Addresses of a cache's layers, kept while it lives and does not grow."""
+        known = self._caches
+        if known is None or known[0]() is not cache or known[1] != cache.capacity:
             pointers = (ctypes.c_void_p * cache.layers)(*(layer.data.data_ptr() for layer in cache.storage))
-            self._caches = (id(cache), cache.capacity, pointers)
-        return pointers
+            self._caches = known = (weakref.ref(cache), cache.capacity, pointers)
+        return known[2]
 
     def _rotation_tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, rotary / 2] by row of the rotation tables."""

@@ -172,7 +172,7 @@ def _into(function: object, out: Tensor, size: int, low: int, rows: int, columns
     """Pack rows from `low` on, a multiple of LANES, to their place."""
     at = ctypes.c_void_p(out.data_ptr() + low // LANES * size)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    function(*pointers[:1], *pointers[1:], rows, columns, at)  # type: ignore[operator]
+    function(*pointers, rows, columns, at)  # type: ignore[operator]
 
 
 def _aligned(size: int) -> Tensor:
