@@ -216,9 +216,9 @@ def test_a_draft_with_a_shorter_context() -> None:
 def test_a_draft_as_heavy_as_the_target() -> None:
     target, draft = info("t", words("a")), info("d", words("a"), parameters=501)
     assert topics(examine_pair(target, draft, LOAD, 1 << 40))["draft weight"][0] is Level.WARN
-    assert topics(examine_pair(target, replace(draft, parameters_read=500), LOAD, 1 << 40))["draft weight"][
-        0
-    ] is (Level.OK)
+    assert topics(examine_pair(target, replace(draft, parameters_read=500), LOAD, 1 << 40))["draft weight"][0] is (
+        Level.OK
+    )
 
 
 def test_unknown_memory_and_bad_loads(tmp_path: Path) -> None:
@@ -275,19 +275,23 @@ def test_windows_keep_no_more_than_their_rings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "missing", "level"),
+    ("precision", "missing", "on_cpu", "level", "said"),
     [
-        ("bfloat16", "", Level.OK),
-        ("bfloat16", "no compiler", Level.OK),
-        ("int8", "", Level.OK),
-        ("int8", "no compiler", Level.ERROR),
+        ("bfloat16", "", True, Level.OK, "compiled for this processor"),
+        ("bfloat16", "no compiler", True, Level.OK, "PyTorch's products, not compiled: no compiler"),
+        ("bfloat16", "no CPU", False, Level.OK, "PyTorch's products, not compiled: no CPU"),
+        ("int8", "", True, Level.OK, "compiled for this processor"),
+        ("int8", "no compiler", True, Level.OK, "PyTorch's weight-only kernels, not compiled: no compiler"),
+        ("int8", "no CPU", False, Level.ERROR, "runs on a CPU alone"),
     ],
 )
-def test_the_decoder_is_named(tmp_path: Path, precision: str, missing: str, level: Level) -> None:
+def test_the_decoder_is_named(
+    tmp_path: Path, precision: str, missing: str, on_cpu: bool, level: Level, said: str
+) -> None:
     save_folder(tmp_path, tiny_model(), tiny_backend())
     info = inspect_checkpoint(str(tmp_path))
     load = Load(1, 16, 0, target_precision=precision)
-    report = examine_pair(info, None, load, None, uncompiled=(missing, None))
+    report = examine_pair(info, None, load, None, uncompiled=(missing, None), on_cpu=on_cpu)
     finding = next(f for f in report.findings if f.topic == "decoder")
-    assert finding.level is level and missing in finding.text
+    assert finding.level is level and said in finding.text
     assert memory_need(info, None, load).target_weights == info.parameters * {"bfloat16": 2, "int8": 1}[precision]

@@ -12,6 +12,7 @@ import torch
 from tiny_models import tiny_model, write_gguf
 
 from paceline.decode.model.checkpoint import load_checkpoint
+from paceline.decode.model.linear import Form
 from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.model.step import Span, build_inputs
 from paceline.errors import UnsupportedModel
@@ -89,7 +90,7 @@ def test_tensors_and_logits_are_those_of_the_model(tmp_path: Path, name: str) ->
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(loaded.tensors[key], parameter, atol=2e-7, rtol=0)
     ids = [(7 * i * i + 3 * i) % 384 for i in range(50)]
-    decoder = LlamaDecoder(loaded.config, loaded.tensors, torch.device("cpu"), pack=False)
+    decoder = LlamaDecoder(loaded.config, loaded.tensors, torch.device("cpu"), form=Form.PLAIN)
     cache = decoder.new_cache(1, 64)
     cache.allocate(64)
     with torch.inference_mode(), cache.transaction() as transaction:

@@ -20,12 +20,11 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.decode.cache import KVCache
 from paceline.decode.llm import LLM
-from paceline.decode.loading import load_model
-from paceline.decode.model.blocks import FOUR_BITS, read_blocks
+from paceline.decode.model.blocks import FOUR_BITS, quantise_int4, read_blocks
 from paceline.decode.model.step import Level, Span, build_inputs
-from paceline.decode.native.build import availability, library
+from paceline.decode.native.build import library
 from paceline.decode.native.decoder import NativeDecoder, why_not_native
-from paceline.decode.native.weights import GROUP, Kind, Packed, pack, quantise_int4
+from paceline.decode.native.weights import GROUP, Kind, Packed, pack
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
 
@@ -296,14 +295,3 @@ def test_precision_is_named_and_refused_by_name() -> None:
     assert "activation" in why_not_native(tiny_model("gemma3_text").config)
     assert "experts" in why_not_native(tiny_model("mixtral").config)
     assert not why_not_native(module("llama").config)
-
-
-def test_where_there_is_no_compiled_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    import paceline.decode.loading as loading
-
-    missing = type(availability())("the processor lacks avx512_bf16")
-    monkeypatch.setattr(loading, "availability", lambda: missing)
-    with pytest.raises(InvalidParameter, match="the processor lacks avx512_bf16"):
-        load_model("smollm2-135m", "int8", torch.device("cpu"), None)
-    _, decoder = load_model("smollm2-135m", "bfloat16", torch.device("cpu"), None)
-    assert not isinstance(decoder, NativeDecoder)

@@ -28,14 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         ),
     )
     parser.add_argument("model", metavar="MODEL", help="the target: a name, a .gguf file, a folder or an id")
-    parser.add_argument(
-        "--draft", metavar="KIND[:MODEL]", default="none", help="the draft (default: %(default)s)"
-    )
+    parser.add_argument("--draft", metavar="KIND[:MODEL]", default="none", help="the draft (default: %(default)s)")
     parser.add_argument("--draft-length", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens each (default: the target's, up to 8192)"
-    )
+    parser.add_argument("--context", type=int, metavar="N", help="tokens each (default: the target's, up to 8192)")
     parser.add_argument("--dtype", choices=_PRECISIONS, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--draft-dtype", choices=_PRECISIONS, help="default: as --dtype")
     parser.add_argument("--device", default="cpu", help="cpu or cuda[:N] (default: cpu)")
@@ -68,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
     available = available_memory_bytes(args.device)
     device = torch.device(args.device)
     uncompiled = (
-        why_not_compiled(target.config, device),
-        None if draft is None else why_not_compiled(draft.config, device),
+        why_not_compiled(target.config, device, say),
+        None if draft is None else why_not_compiled(draft.config, device, say),
     )
-    report = examine_pair(target, draft, load, available, spec.layers, uncompiled)
+    report = examine_pair(target, draft, load, available, spec.layers, uncompiled, device.type == "cpu")
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 3 if report.worst is Level.ERROR else 0
 

@@ -21,10 +21,10 @@ from paceline.core.sampling import SamplingParams
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
-from paceline.decode.loading import load_model
+from paceline.decode.loading import decoder_note, load_model
 from paceline.decode.memory import fit_memory
 from paceline.decode.model.base import TargetModel
-from paceline.decode.model.checkpoint import inspect_checkpoint
+from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint
 from paceline.decode.model.doctor import check_draft_vocabulary
 from paceline.decode.model.precision import floats_of, pick_precision
 from paceline.decode.sequence import DraftSettings, Phase, Request, Sequence, check_tree_size
@@ -53,8 +53,8 @@ class LLM:
     tree_size     draft tokens a round in all where proposals branch, draft_length on the longest path; None: chains
     verify        acceptance rule: coupled, greedy, rejection, block, or relaxed (not exact)
     relaxed       what `relaxed` takes for likely enough; typical acceptance where None
-    dtype         float32, bfloat16, int8 or int4 (weights alone, where the compiled decoder runs), or auto: bfloat16
-                  where the device multiplies it natively, else float32; `precision` says which
+    dtype         float32, bfloat16, int8 or int4 (weights alone, on a CPU), or auto: bfloat16 where the device
+                  multiplies it natively, else float32; `precision` says which, `notes` where it is not compiled
     draft_dtype   of a draft model; the target's where None
     threads       CPU threads; PyTorch's own choice where None
     max_context   tokens of prompt and answer; the model's own maximum, at most 4096, where None
@@ -108,7 +108,8 @@ class LLM:
         self.device = _pick_device(device)
         self.precision = pick_precision(dtype, self.device)
         self.dtype = floats_of(self.precision)
-        self.checkpoint, decoder = load_model(model, self.precision, self.device, progress)
+        self.notes: list[str] = []  # what loading found that the caller should know
+        self.checkpoint, decoder = self._load_model(model, self.precision, progress)
         if not decoder.row_policy.proved:
             warnings.warn(
                 "no padding tried makes a row independent of its pass on this machine; drafted text may part from "
@@ -123,7 +124,6 @@ class LLM:
             prefix_cache=prefix_cache,
         )
         drafting = pick_precision(draft_dtype or dtype, self.device)
-        self.notes: list[str] = []  # what loading found that the caller should know
         self.draft_set = build_drafters(
             specs,
             decoder,
@@ -239,9 +239,7 @@ class LLM:
             raise UsageError("this model comes without a tokenizer; give token ids instead of messages")
         return self.tokenizer.encode_chat(messages)
 
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, draft: DraftSettings, tenant: str
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, draft: DraftSettings, tenant: str) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(str(next(self._ids)), tuple(ids), self.resolve(params), draft, tenant)
 
@@ -290,14 +288,20 @@ class LLM:
                 self._post.close(request.request_id, sequences)
         return [_output(r, sequences) for r, sequences in zip(requests, queued, strict=True)]
 
-    def _load_draft(
-        self, spec: str, precision: str, progress: Callable[[str], None] | None
-    ) -> DraftModel:
+    def _load_draft(self, spec: str, precision: str, progress: Callable[[str], None] | None) -> DraftModel:
         inspected = inspect_checkpoint(spec, progress)
         translation = check_draft_vocabulary(self.checkpoint, inspected)
         if translation is not None:
             self.notes.append(f"{spec} has another tokenizer, its drafts are translated: {translation.overlap}")
-        return DraftModel(*load_model(spec, precision, self.device, progress), translation)
+        return DraftModel(*self._load_model(spec, precision, progress), translation)
+
+    def _load_model(
+        self, spec: str, precision: str, progress: Callable[[str], None] | None
+    ) -> tuple[Checkpoint, TargetModel]:
+        checkpoint, decoder = load_model(spec, precision, self.device, progress)
+        if note := decoder_note(checkpoint, precision, self.device):
+            self.notes.append(note)
+        return checkpoint, decoder
 
     def _read_probe(self, path: Path, decoder: TargetModel) -> ProbeFile:
         probe = read_probe(path)
@@ -467,5 +471,3 @@ def _check_fits(specs: Seq[DraftSpec], draft_length: int | None, draft_dtype: st
 def _check_whole(name: str, value: object, low: int) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
         raise InvalidParameter(name, value, f"a whole number from {low}")
-
-

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FOUR_BITS", "MORE_BITS", "Blocks", "read_blocks"]
+__all__ = ["BLOCK", "FOUR_BITS", "MORE_BITS", "Blocks", "quantise_int4", "read_blocks"]
 
 BLOCK = 32
 _Q = gguf.GGMLQuantizationType
@@ -28,6 +28,17 @@ class Blocks:
     whole: Tensor
     scale: Tensor
     least: Tensor
+
+
+def quantise_int4(weight: Tensor) -> Blocks:
+    """Floats [n, k] to blocks between the least and the largest of each."""
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, columns // BLOCK, BLOCK)
+    least = groups.amin(-1).half()
+    scale = ((groups.amax(-1) - least.float()) / 15).half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    whole = ((groups - least.float()[..., None]) * inverse[..., None]).round_().clamp_(0, 15)
+    return Blocks(whole.to(torch.uint8).view(rows, columns), scale, least)
 
 
 def read_blocks(

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.decode.memory import LOGIT_COPIES, available_memory_bytes, show_bytes
 from paceline.decode.model.checkpoint import CheckpointInfo
 from paceline.decode.model.overlap import HasTokens, Translation, find_translation
-from paceline.decode.model.precision import BYTES_PER_WEIGHT, floats_of
+from paceline.decode.model.precision import BYTES_PER_WEIGHT, floats_of, stock_products
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import IncompatibleDraft, InvalidParameter
 
@@ -200,6 +200,7 @@ def examine_pair(
     available_bytes: int | None,  # None: not known on this machine
     exit_layers: int | None = None,  # layers that draft, where the target's own do
     uncompiled: tuple[str | None, str | None] = (None, None),  # why target and draft do without the compiled decoder
+    on_cpu: bool = True,
 ) -> PairReport:
     """Everything there is to say about running `draft` for `target` under `load`."""
     need = memory_need(target, draft, load)
@@ -213,7 +214,7 @@ def examine_pair(
         (target, draft), (load.target_precision, load.draft_precision), uncompiled, strict=True
     ):
         if model is not None and missing is not None:
-            findings.append(_decoder(model, precision, missing))
+            findings.append(_decoder(model, precision, missing, on_cpu))
     findings.append(_memory(need, load, available_bytes))
     return PairReport(target.name, None if draft is None else draft.name, tuple(findings), need)
 
@@ -302,26 +303,23 @@ def _weight(target: CheckpointInfo, draft: CheckpointInfo, load: Load) -> Findin
     return Finding("draft weight", Level.OK, text)
 
 
-def _decoder(model: CheckpointInfo, precision: str, missing: str) -> Finding:
+def _decoder(model: CheckpointInfo, precision: str, missing: str, on_cpu: bool) -> Finding:
     if precision == "float32":
         return Finding("decoder", Level.OK, f"{model.name} in float32 runs on PyTorch's products.")
     if not missing:
         return Finding("decoder", Level.OK, f"{model.name} in {precision} is compiled for this processor.")
-    if precision == "bfloat16":
-        return Finding("decoder", Level.OK, f"{model.name} runs on PyTorch's products: {missing}.")
-    text = f"{model.name} in {precision} needs the compiled decoder: {missing}."
-    return Finding("decoder", Level.ERROR, text, "Use bfloat16 or float32.")
+    if precision in ("int8", "int4") and not on_cpu:
+        text = f"{model.name} in {precision} runs on a CPU alone."
+        return Finding("decoder", Level.ERROR, text, "Use bfloat16 or float32.")
+    text = f"{model.name} in {precision} runs on {stock_products(precision)}, not compiled: {missing}."
+    return Finding("decoder", Level.OK, text)
 
 
 def _memory(need: MemoryNeed, load: Load, available_bytes: int | None) -> Finding:
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {show_bytes(value)}" for name, value in asdict(need).items() if value
-    )
+    parts = ", ".join(f"{name.replace('_', ' ')} {show_bytes(value)}" for name, value in asdict(need).items() if value)
     text = f"{show_bytes(need.total)} at full batch and context ({parts})"
     if available_bytes is None:
-        return Finding(
-            "memory", Level.WARN, f"{text}; how much is free here is not known.", "Compare it yourself."
-        )
+        return Finding("memory", Level.WARN, f"{text}; how much is free here is not known.", "Compare it yourself.")
     text = f"{text}; {show_bytes(available_bytes)} are free."
     if need.total > available_bytes:
         advice = "Lower --batch or --context, use bfloat16, or take a smaller draft."

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.decode.model.attention import by_rows
 from paceline.decode.model.features import Routing
-from paceline.decode.model.linear import Linear
+from paceline.decode.model.linear import Form, Linear
 from paceline.decode.model.spans import RowPolicy
 
 __all__ = ["Experts", "fuse_experts", "join_gate_and_up"]
@@ -36,12 +36,12 @@ class Experts:
         gate_up: Tensor,
         down: Tensor,
         activation: Callable[[Tensor], Tensor],
-        pack: bool,
+        form: Form,
     ) -> None:
         self.routing, self.activation = routing, activation
-        self.router = Linear(router, pack=pack)
-        self.gate_up = [Linear(weight, pack=pack) for weight in gate_up]
-        self.down = [Linear(weight, pack=pack) for weight in down]
+        self.router = Linear(router, form=form.of_router)
+        self.gate_up = [Linear(weight, form=form) for weight in gate_up]
+        self.down = [Linear(weight, form=form) for weight in down]
 
     @property
     def products(self) -> list[Linear]:

@@ -1,43 +1,120 @@
-"""Matrix products of the lean decoders: packed where the CPU can.
+"""Matrix products of PyTorch's decoder, each weight held in one of four forms.
 
-A weight is kept in oneDNN's own blocked layout where PyTorch offers that. Measured on a CPU with avx512_bf16:
-1.3 to 2 times the speed of the plain layout for 1 to 32 rows in bfloat16, 1.5 to 4 times in float32.
+Floats are kept in oneDNN's own blocked layout where PyTorch offers that. Measured on a CPU with avx512_bf16: 1.3 to 2
+times the speed of the plain layout for 1 to 32 rows in bfloat16, 1.5 to 4 times in float32. Whole numbers go through
+PyTorch's weight-only kernels, which give a row the same bits in a product of any size (tried at load like every
+product, `rows.py`), and use no matrix units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Linear"]
+from paceline.decode.model.blocks import BLOCK, Blocks, quantise_int4
+
+__all__ = ["Form", "Int4Weight", "Int8Weight", "Linear"]
 
 _PACK_ROWS = 16  # the row count oneDNN lays the weight out for: a verify block
+_PART = 256  # rows quantised at once
+_INT4_ROWS = 16  # a multiple of as many outputs is what the int4 kernel takes
+
+
+class Form(StrEnum):
+    """How a weight is held; INT4 is INT8 for shapes that the kernel of PyTorch does not take."""
+
+    PLAIN = "plain"
+    PACKED = "packed"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def of_head(self) -> Form:
+        """INT8 at least: what comes out of it is not summed up any further."""
+        return Form.INT8 if self is Form.INT4 else self
+
+    @property
+    def of_router(self) -> Form:
+        """Small, and what it says decides: floats."""
+        return Form.PACKED if self in (Form.INT8, Form.INT4) else self
+
+
+class Int8Weight:
+    """[n, k] as whole numbers from -127 to 127 with a scale (bfloat16) for every output."""
+
+    def __init__(self, weight: Tensor) -> None:
+        parts = [_int8(part) for part in weight.split(_PART)]
+        self.whole, self.scale = (torch.cat(both) for both in zip(*parts, strict=True))
+        self.nbytes = self.whole.numel() + self.scale.numel() * 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x, self.whole, self.scale)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight in bfloat16, as an embedding reads them."""
+        return self.whole[indices].to(torch.bfloat16) * self.scale[indices][:, None]
+
+
+class Int4Weight:
+    """[n, k] as whole numbers from 0 to 15 with a scale and a middle (bfloat16) for every 32 of an output's inputs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        parts = [quantise_int4(part) for part in weight.split(_PART)]
+        blocks = Blocks(*(torch.cat([getattr(p, name) for p in parts]) for name in ("whole", "scale", "least")))
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(blocks.whole.int(), 1)
+        middle = blocks.least.float() + 8 * blocks.scale.float()  # the kernel takes 8 from the whole numbers
+        self._scales = torch.stack([blocks.scale.float(), middle], -1).transpose(0, 1).bfloat16().contiguous()
+        self.nbytes = self._packed.numel() + self._scales.numel() * 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, BLOCK, self._scales)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        return weight.shape[0] % _INT4_ROWS == 0 and weight.shape[1] % BLOCK == 0
 
 
 class Linear:
-    """y = x W^T + b for x [rows, in]; holds the weight packed for the CPU, or plain."""
+    """y = x W^T + b for x [rows, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, form: Form = Form.PACKED) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.nbytes = weight.numel() * weight.element_size()
-        self._packed = _pack(weight) if pack else None
-        self._plain = weight if self._packed is None else None
+        self.weight: Int8Weight | Int4Weight | None = None
+        self._product: Callable[[Tensor], Tensor]
+        if form in (Form.INT8, Form.INT4):
+            self.weight = Int4Weight(weight) if form is Form.INT4 and Int4Weight.takes(weight) else Int8Weight(weight)
+            self.nbytes = self.weight.nbytes
+            self._product = self._whole(self.weight, bias)
+        elif form is Form.PACKED and (packed := _pack(weight)) is not None:
+            self._product = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        else:
+            self._product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        assert self._plain is not None
-        return F.linear(x, self._plain, self.bias)
+        return self._product(x)
 
     def over(self, x: Tensor, pieces: Sequence[tuple[int, int]]) -> Tensor:
         """The product piece by piece: every piece [low, high) of rows is a product of its own."""
         if len(pieces) == 1:
             return self(x)
         return torch.cat([self(x[low:high]) for low, high in pieces])
+
+    @staticmethod
+    def _whole(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return weight if bias is None else lambda x: weight(x).add_(bias)
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    floats = weight.float()
+    scale = (floats.abs().amax(-1) / 127).bfloat16()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    return (floats * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _pack(weight: Tensor) -> Tensor | None:

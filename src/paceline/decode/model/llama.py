@@ -22,7 +22,7 @@ from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.experts import Experts
 from paceline.decode.model.families import check_family
 from paceline.decode.model.features import Routing, features_of
-from paceline.decode.model.linear import Linear
+from paceline.decode.model.linear import Form, Int8Weight, Linear
 from paceline.decode.model.rope import Rotations
 from paceline.decode.model.rows import find_row_policy
 from paceline.decode.model.step import AttentionGroup, Geometry, Ring, RowPolicy, StepInputs
@@ -72,10 +72,11 @@ class LlamaDecoder:
 
     config   a transformers config of one of the `FAMILIES`
     tensors  Hugging Face parameter names; consumed (popped) so that no weight is held twice
+    form     of the weights; a head in whole numbers that is the embedding too is held once
     """
 
     def __init__(
-        self, config: Any, tensors: dict[str, Tensor], device: torch.device, *, pack: bool = True
+        self, config: Any, tensors: dict[str, Tensor], device: torch.device, *, form: Form = Form.PACKED
     ) -> None:
         check_family(config, "this")
         self.config = config
@@ -87,10 +88,14 @@ class LlamaDecoder:
         take = _Taker(tensors, device)
         self.embedding = take("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype
-        self.layers = [self._layer(take, i, pack) for i in range(self.layers_count)]
+        self.layers = [self._layer(take, i, form) for i in range(self.layers_count)]
         self.norm = self._norm_weight(take("model.norm.weight"))
         head = take.optional("lm_head.weight")
-        self.head = Linear(self.embedding if head is None else head, pack=pack)
+        self.head = Linear(self.embedding if head is None else head, form=form.of_head)
+        held = self.head.weight if head is None else None
+        self._embeddings_of_head = held if isinstance(held, Int8Weight) else None
+        if self._embeddings_of_head is not None:
+            self.embedding = self.embedding.new_empty(0)
         take.finish()
         self.vocab_width = self.head.out_features
         self.rotations = Rotations(config, features.layer_types, self.dtype, device)
@@ -112,9 +117,7 @@ class LlamaDecoder:
         self.rotations.reserve(limit)
         ring = self.geometry.ring
         rings = [ring if windowed else None for windowed in self.features.windowed]
-        return KVCache(
-            self.layers_count, self.kv_heads, self.head_dim, slots, limit, self.dtype, self.device, rings
-        )
+        return KVCache(self.layers_count, self.kv_heads, self.head_dim, slots, limit, self.dtype, self.device, rings)
 
     @torch.inference_mode()
     def forward(
@@ -124,7 +127,7 @@ class LlamaDecoder:
 
         `taps` are layers whose output to return (-1: after the final norm); `layers`: only the first so many run.
         """
-        x = F.embedding(step.token_ids, self.embedding)
+        x = self._embed(step.token_ids)
         if (scale := self.features.embedding_scale) is not None:
             x = x * torch.tensor(scale, dtype=self.dtype)
         turns = self.rotations.turns(step)
@@ -152,6 +155,10 @@ class LlamaDecoder:
         if (cap := self.features.logit_cap) is not None:
             logits = soft_cap(logits, cap)
         return ForwardResult(logits, hidden)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        head = self._embeddings_of_head
+        return F.embedding(ids, self.embedding) if head is None else head.rows(ids)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.features.plus_one_norms:
@@ -209,7 +216,7 @@ class LlamaDecoder:
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return 1.0 + weight.float() if self.features.plus_one_norms else weight
 
-    def _layer(self, take: _Taker, index: int, pack: bool) -> _Layer:
+    def _layer(self, take: _Taker, index: int, form: Form) -> _Layer:
         prefix, features = f"model.layers.{index}.", self.features
         attention = prefix + "self_attn."
         norm = lambda name: self._norm_weight(take(f"{prefix}{name}.weight"))  # noqa: E731
@@ -217,23 +224,23 @@ class LlamaDecoder:
         own = features.query_key_norms
         return _Layer(
             input_norm=norm("input_layernorm"),
-            qkv=take.joined(attention, parts, pack),
+            qkv=take.joined(attention, parts, form),
             query_norm=norm("self_attn.q_norm") if own else None,
             key_norm=norm("self_attn.k_norm") if own else None,
-            out=take.joined(attention, ("o_proj",), pack),
+            out=take.joined(attention, ("o_proj",), form),
             behind_attention=norm("post_attention_layernorm") if features.outer_norms else None,
             mlp_norm=norm("pre_feedforward_layernorm" if features.outer_norms else "post_attention_layernorm"),
-            mlp=self._mlp(take, prefix + "mlp.", features.routing if features.sparse[index] else None, pack),
+            mlp=self._mlp(take, prefix + "mlp.", features.routing if features.sparse[index] else None, form),
             behind_mlp=norm("post_feedforward_layernorm") if features.outer_norms else None,
         )
 
-    def _mlp(self, take: _Taker, prefix: str, routing: Routing | None, pack: bool) -> _Dense | Experts:
+    def _mlp(self, take: _Taker, prefix: str, routing: Routing | None, form: Form) -> _Dense | Experts:
         activation = ACTIVATIONS[self.features.activation]
         if routing is not None:
             gate_up, down = take(prefix + "experts.gate_up_proj"), take(prefix + "experts.down_proj")
-            return Experts(routing, take(prefix + "gate.weight"), gate_up, down, activation, pack)
+            return Experts(routing, take(prefix + "gate.weight"), gate_up, down, activation, form)
         parts = ("gate_up_proj",) if self.features.fused else ("gate_proj", "up_proj")
-        return _Dense(take.joined(prefix, parts, pack), take.joined(prefix, ("down_proj",), pack), activation)
+        return _Dense(take.joined(prefix, parts, form), take.joined(prefix, ("down_proj",), form), activation)
 
 
 class _Taker:
@@ -252,13 +259,13 @@ class _Taker:
         tensor = self._tensors.pop(name, None)
         return None if tensor is None else tensor.to(self._device)
 
-    def joined(self, prefix: str, names: Sequence[str], pack: bool) -> Linear:
+    def joined(self, prefix: str, names: Sequence[str], form: Form) -> Linear:
         """One product of the weights of all `names`, with their biases where the first has one."""
         weights = [self(f"{prefix}{name}.weight") for name in names]
         bias = self.optional(f"{prefix}{names[0]}.bias")
         if bias is not None:
             bias = torch.cat([bias, *(self(f"{prefix}{name}.bias") for name in names[1:])])
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias, pack=pack)
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias, form=form)
 
     def finish(self) -> None:
         left = [n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")]

@@ -6,7 +6,7 @@ import torch
 
 from paceline.errors import InvalidParameter
 
-__all__ = ["BYTES_PER_WEIGHT", "PRECISIONS", "floats_of", "pick_precision"]
+__all__ = ["BYTES_PER_WEIGHT", "PRECISIONS", "floats_of", "pick_precision", "stock_products"]
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 # int4: half a byte, and a scale and a minimum of 2 bytes each for 32 weights
@@ -26,3 +26,8 @@ def pick_precision(name: str, device: torch.device) -> str:
 def floats_of(precision: str) -> torch.dtype:
     """The floats that weights of this precision are read as, and keys and values are kept in."""
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def stock_products(precision: str) -> str:
+    """What multiplies a model of this precision where it is not compiled."""
+    return "PyTorch's weight-only kernels" if precision in ("int8", "int4") else "PyTorch's products"

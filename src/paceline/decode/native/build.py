@@ -2,7 +2,7 @@
 
 What the compiler makes is kept beside the fetched models under a name made of the source, the flags, the compiler's
 version and the processor's abilities; so every start on one machine runs the same code. Which processor may use it
-goes by its abilities, never by its name.
+goes by its abilities, never by its name. A process tries once: where that fails, it keeps the reason.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from pathlib import Path
 
 from paceline.decode.model.fetch import cache_folder
 
-__all__ = ["Availability", "availability", "library"]
+__all__ = ["Availability", "NotBuilt", "availability", "build", "library"]
 
 _SOURCE = Path(__file__).with_name("decoder.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w")
 _NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "f16c")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIME_LIMIT_S = 300
+_WORDS_SHOWN = 300  # characters of a compiler's message
+
+
+class NotBuilt(Exception):
+    """The compiler failed, took too long, or what it made cannot be loaded; says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Availability:
 
 @cache
 def availability() -> Availability:
-    """Whether this machine can run the compiled decoder, without compiling it."""
+    """Whether this machine has what the compiled decoder needs, without compiling it."""
     lacking = [flag for flag in _NEEDED if flag not in _processor_flags()]
     if lacking:
         return Availability(f"the processor lacks {', '.join(lacking)}")
@@ -51,17 +56,40 @@ def availability() -> Availability:
     return Availability()
 
 
-@cache
-def library(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """The compiled decoder, compiled first where need be. Only where `availability()` is true.
+def build(progress: Callable[[str], None] | None = None) -> Availability:
+    """Whether the compiled decoder can be had here, found by compiling and loading it where that is still to do."""
+    if not (found := availability()):
+        return found
+    if progress is not None and not _tried.cache_info().currsize and not _built_path_known():
+        progress("compiling the decoder for this processor (once, some 10 s)")
+    tried = _tried()
+    return Availability(tried) if isinstance(tried, str) else Availability()
 
-    Raises RuntimeError where the compiler fails, with its last words.
-    """
-    path = _path()
-    if not path.exists():
-        if progress is not None:
-            progress("compiling the decoder for this processor (once, some 10 s)")
-        _compile(path)
+
+def library() -> ctypes.CDLL:
+    """The compiled decoder, compiled first where need be. Raises NotBuilt where `build` says what is missing."""
+    if not (found := build()):
+        raise NotBuilt(found.missing)
+    loaded = _tried()
+    assert isinstance(loaded, ctypes.CDLL), loaded
+    return loaded
+
+
+@cache
+def _tried() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        path = _path()
+        if not path.exists():
+            _compile(path)
+        return _loaded(path)
+    except NotBuilt as error:
+        return str(error)
+    except OSError as error:
+        return f"the compiled decoder cannot be kept or loaded ({error})"
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.paceline_new.restype = ctypes.c_void_p
     loaded.paceline_block_bytes.restype = ctypes.c_int64
@@ -72,7 +100,7 @@ def _compile(path: Path) -> None:
     """Into a file of its own first, so that no other process ever loads half of it."""
     compiler = _compiler()
     if compiler is None:
-        raise RuntimeError("there is no C++ compiler")
+        raise NotBuilt("there is no C++ compiler")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
@@ -83,7 +111,7 @@ def _compile(path: Path) -> None:
         _run([compiler, "-shared", str(part), "-o", name, *(["-fopenmp"] if threads is None else [threads])])
         Path(name).replace(path)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{compiler} took more than {_TIME_LIMIT_S} s over the decoder") from error
+        raise NotBuilt(f"{compiler} took more than {_TIME_LIMIT_S} s over the decoder") from error
     finally:
         Path(name).unlink(missing_ok=True)
         part.unlink(missing_ok=True)
@@ -92,7 +120,12 @@ def _compile(path: Path) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
     if done.returncode:
-        raise RuntimeError(f"{command[0]} could not compile the decoder: {done.stderr.strip()[-400:]}")
+        raise NotBuilt(f"{command[0]} could not compile the decoder: {_last_words(done.stderr)}")
+
+
+def _last_words(text: str) -> str:
+    """The end of what a compiler said, on one line."""
+    return " ".join(text.split())[-_WORDS_SHOWN:] or "it said nothing"
 
 
 @cache

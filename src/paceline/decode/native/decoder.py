@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -121,7 +121,6 @@ class NativeDecoder:
         *,
         threads: int,
         stored: StoredWeights | None = None,
-        progress: Callable[[str], None] | None = None,
     ) -> None:
         if why := why_not_native(config):
             raise UnsupportedModel(f"the compiled decoder cannot run this model: {why}")
@@ -129,7 +128,7 @@ class NativeDecoder:
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
         self.layers_count = config.num_hidden_layers
         self.max_positions, self.vocab_width = config.max_position_embeddings, config.vocab_size
-        self._library = library(progress)
+        self._library = library()
         self._kept: list[Tensor] = []
         self._load(_Loader(self._library, tensors, kind, stored), tensors, threads)
         features = self.features

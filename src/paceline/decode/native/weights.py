@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.decode.model.blocks import BLOCK, Blocks
+from paceline.decode.model.blocks import BLOCK, Blocks, quantise_int4
 
 __all__ = [
     "GROUP",
@@ -30,7 +30,6 @@ __all__ = [
     "interleave_bias",
     "join",
     "pack",
-    "quantise_int4",
 ]
 
 LANES, GROUP = 16, BLOCK  # as in decoder.cpp
@@ -71,17 +70,6 @@ class Packed:
     kind: Kind
     nbytes: int
     held: tuple[Tensor, ...] = field(repr=False)
-
-
-def quantise_int4(weight: Tensor) -> Blocks:
-    """Floats [n, k] to blocks between the least and the largest of each."""
-    rows, columns = weight.shape
-    groups = weight.float().view(rows, columns // GROUP, GROUP)
-    least = groups.amin(-1).half()
-    scale = ((groups.amax(-1) - least.float()) / 15).half()
-    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
-    whole = ((groups - least.float()[..., None]) * inverse[..., None]).round_().clamp_(0, 15)
-    return Blocks(whole.to(torch.uint8).view(rows, columns), scale, least)
 
 
 def join(parts: Sequence[Weight]) -> Weight:
