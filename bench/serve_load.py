@@ -247,7 +247,7 @@ async def kill_and_restart(server: Server, prompts: list[str], args: argparse.Na
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    prompts = [text for kind in OWN_KINDS for _, text in own_prompts(kind, args.prompts)]
+    prompts = ["\n\n".join([text] * args.repeat) for kind in OWN_KINDS for _, text in own_prompts(kind, args.prompts)]
     server = Server(args.url, args.serve)
     server.start()
     lines = []
@@ -283,6 +283,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--foreign", action="store_true", help="another server of the protocol, at --url")
     parser.add_argument("--again", type=int, default=0, metavar="N", help="whole answers of a stage asked for again")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each prompt's text N times over, for length")
     parser.add_argument("--speculation", default="{}")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--output", type=Path)

@@ -86,6 +86,11 @@ def test_a_field_is_honoured_or_named(server: Running, change: dict[str, Any], p
         assert told["param"] == param and param.split(".")[-1].split("_")[0] in told["message"]
 
 
+def test_rules_between_fields_are_told_in_our_words(server: Running) -> None:
+    told = error(server.post("/v1/chat/completions", CHAT | {"top_logprobs": 3}))
+    assert told["message"] == "the body: top_logprobs is allowed only with logprobs: true"
+
+
 @pytest.mark.parametrize(
     ("change", "allowed"),
     [

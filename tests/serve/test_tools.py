@@ -35,6 +35,12 @@ TEXTS = {
     "bare but text": "{x: 1} and <tool_call> so on",
     "listed": ' [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]',
     "listed but text": "[1] and [2]",
+    "fenced": '```json\n{"name": "add",\n "arguments": {"a": 1}}\n```\n',
+    "fenced plainly": ' ``` [{"name": "add", "arguments": {"a": "```"}}]```',
+    "fenced but code": "```js\n{x: 1}\n``` and <tool_call>",
+    "fenced but unknown": '```json\n{"name": "Ada", "arguments": {}}\n```',
+    "fenced and cut off": "```js",
+    "fence within": f"So:\n```\n{TIME}\n```",
 }
 
 
@@ -75,7 +81,12 @@ def test_what_is_read() -> None:
     assert text == "Let me see.Done." and [(i, n) for i, n, _ in calls] == [(0, "add"), (1, "time")]
     assert json.loads(calls[0][2]) == arguments and calls[1][2] == "{}"
     assert read([TEXTS["bare"]]) == ("", [(0, "add", '{"a": 1}')])
+    assert read([TEXTS["fenced"]]) == ("", [(0, "add", '{"a": 1}')])
+    assert read([TEXTS["fenced plainly"]]) == ("", [(0, "add", '{"a": "```"}')])
+    assert read([TEXTS["fence within"]]) == ("So:\n``````", [(0, "time", "{}")])
     for name in ("almost", "cut off", "plain", "bare but unknown", "bare but text"):
+        assert read([TEXTS[name]]) == (TEXTS[name], [])
+    for name in ("fenced but code", "fenced but unknown", "fenced and cut off"):
         assert read([TEXTS[name]]) == (TEXTS[name], [])
     assert read([TEXTS["end missing"]]) == ("x", [(0, "time", "{}")])
 

@@ -91,7 +91,8 @@ def from_validation(error: ValidationError) -> ApiError:
         text = f"unknown or unsupported field: {param}{_hint(param or '')}"
         return ApiError(400, text, param=param, code="unknown_parameter")
     where = "the body" if param is None else param
-    return ApiError(400, f"{where}: {first['msg']}", param=param, code=first["type"])
+    said = first["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator of ours says
+    return ApiError(400, f"{where}: {said}", param=param, code=first["type"])
 
 
 def _hint(field: str) -> str:

@@ -2,10 +2,10 @@
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as the templates of Qwen, Hermes and their
 kin teach it, or the whole answer is such an object, or a list of them, and names the request's tools, as Llama 3 and
-Mistral are taught and small models do anyway. Whether a model writes so is read from its template; tools for another
-model are refused. Text that may become a call is held back until it is one or is not (an answer that begins with a
-brace or bracket, to its end); what looks like a call and is none stays text. The result does not depend on how the
-text is cut (case SD-29).
+Mistral are taught and small models do anyway, some within a code fence. Whether a model writes so is read from its
+template; tools for another model are refused. Text that may become a call is held back until it is one or is not (an
+answer that begins with a brace or bracket, to its end); what looks like a call and is none stays text. The result does
+not depend on how the text is cut (case SD-29).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 __all__ = ["CallStyle", "Found", "ToolCall", "ToolScanner", "call_style", "writes_tool_calls"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FENCE, _LANGUAGE = "```", "json"
 _LIST = "[TOOL_CALLS]"  # a special token of Mistral's, skipped when its ids are read
 
 
@@ -81,16 +82,16 @@ class ToolScanner:
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = names
         self._held, self._inside, self._after_call = "", False, False
-        self._bare: bool | None = None  # whether the answer begins with a brace; None before it begins
+        self._bare: bool | None = None  # whether the whole answer may be calls; None while its beginning may be either
         self._space = ""  # before the call that has begun
         self.calls = 0
 
     def push(self, text: str) -> Found:
         self._held += text
         found = Found()
-        if self._bare is None and (begun := self._held.lstrip()):
-            self._bare = begun.startswith(("{", "["))
-        while not self._bare and (self._end_call(found) if self._inside else self._begin_call(found)):
+        if self._bare is None:
+            self._bare = _begins_bare(self._held)
+        while self._bare is False and (self._end_call(found) if self._inside else self._begin_call(found)):
             pass
         return found
 
@@ -149,9 +150,27 @@ def _hold(text: str) -> int:
     return mark + len(before) - len(before.rstrip())
 
 
+def _begins_bare(text: str) -> bool | None:
+    """Whether an answer that begins so begins with a brace or bracket, in a fence or not; None where it may yet."""
+    begun = text.lstrip()
+    if begun.startswith(_FENCE):
+        begun = begun.removeprefix(_FENCE)
+        if _LANGUAGE.startswith(begun):
+            return None
+        begun = begun.removeprefix(_LANGUAGE).lstrip()
+    return None if _FENCE.startswith(begun) else begun[0] in "{["
+
+
+def _unfenced(text: str) -> str:
+    text = text.strip()
+    if not text.startswith(_FENCE):
+        return text
+    return text.removeprefix(_FENCE).removeprefix(_LANGUAGE).removesuffix(_FENCE)
+
+
 def _parse_all(text: str, names: Collection[str]) -> list[ToolCall]:
     """The calls of an answer that is nothing but a call, or a list of them, of the tools `names`; else none."""
-    value = _loaded(text.strip().removeprefix(_LIST))
+    value = _loaded(_unfenced(text).removeprefix(_LIST))
     calls = [_call(item, i) for i, item in enumerate(value if isinstance(value, list) else [value])]
     made = [call for call in calls if call is not None and call.name in names]
     return made if len(made) == len(calls) else []
