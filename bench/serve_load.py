@@ -283,7 +283,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--foreign", action="store_true", help="another server of the protocol, at --url")
     parser.add_argument("--again", type=int, default=0, metavar="N", help="whole answers of a stage asked for again")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each prompt's text N times over, for length")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each prompt N times over")
     parser.add_argument("--speculation", default="{}")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--output", type=Path)
