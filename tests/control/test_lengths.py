@@ -20,7 +20,7 @@ def survival_of(acceptance: list[float]) -> list[float]:
 
 
 chances = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4).map(survival_of)
-free = st.builds(Option, survival=chances)
+free = chances.map(Option)
 rises = st.lists(st.floats(0.0, 1.0), min_size=24, max_size=24)
 steps = rises.map(lambda found: list(itertools.accumulate(found, initial=1.0)))
 loads = st.builds(Load, rows=st.integers(0, 4), tokens=st.floats(0.0, 4.0))

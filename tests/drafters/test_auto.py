@@ -162,7 +162,7 @@ def test_drafts_made_and_not_verified_are_watched_all_the_same() -> None:
 def test_an_overconfident_drafter_is_corrected() -> None:
     learner = Learner(AcceptanceTable())
     for i in range(200):
-        learner.record(0, 0.95, i % 10 < 3)
+        learner.record(0, [0.95], i % 10 < 3)
     assert learner.survival([0.95])[0] == pytest.approx(0.3, abs=0.1)
 
 
@@ -172,7 +172,7 @@ def test_a_sequence_departs_from_the_others_within_a_few_rounds() -> None:
         table.record(0, 0.8, i % 10 < 8)
     learner = Learner(table)
     for _ in range(12):
-        learner.record(0, 0.8, False)
+        learner.record(0, [0.8], 0)
     assert learner.survival([0.8])[0] < 0.4
     assert Learner(table).survival([0.8])[0] > 0.7
 
@@ -185,7 +185,7 @@ def test_confidences_that_are_right_still_tell_of_the_drafts_to_come() -> None:
         table.record(0, None, i % 10 < 9)
     learner = Learner(table)
     for i in range(30):
-        learner.record(0, 0.1, i % 10 < 1)
+        learner.record(0, [0.1], i % 10 < 1)
     assert learner.survival([0.9])[0] == pytest.approx(0.9, abs=0.05)
     assert learner.survival_unstated(1)[0] < 0.3
     assert learner.survival_unstated(9) == pytest.approx(learner.survival([None] * 9))

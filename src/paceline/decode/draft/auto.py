@@ -60,7 +60,7 @@ class _Watch:
 
     proposal: Proposal = _NOTHING
     chain: bool = True
-    at: int | None = None  # the last node that came true
+    at: int | None = None  # of a tree, the last node that came true
     depth: int = 0
     hit: int = 0  # round of the sequence in which a draft last came true
     done: bool = True
@@ -274,7 +274,7 @@ class AutoDrafter:
                     state.watches[index] = _Watch(proposal, proposal.is_chain, hit=hit, done=not len(proposal))
             silent = note.choice.drafter
             if silent is not None and silent in note.offers and not len(note.offers[silent]):
-                self.controller.learn(key, silent, 0, None, False)  # chosen and silent: it cannot draft here
+                self.controller.learn(key, silent, 0, (None,), 0)  # chosen and silent: it cannot draft here
         for index in state.allowed:
             if not state.watches[index].done:
                 self._hold_against(key, index, state, committed)
@@ -293,7 +293,25 @@ class AutoDrafter:
 
     def _hold_against(self, key: int, index: int, state: _State, committed: list[int]) -> None:
         """Score the watched drafts; a miss, or their end, ends them."""
-        watch, learn = state.watches[index], self.controller.learn
+        watch = state.watches[index]
+        if watch.chain:
+            self._hold_chain(key, index, watch, committed, state.asks)
+        else:
+            self._hold_tree(key, index, watch, committed, state.asks)
+
+    def _hold_chain(self, key: int, index: int, watch: _Watch, committed: list[int], asks: int) -> None:
+        tokens, stated, first, hits = watch.proposal.tokens, watch.proposal.confidence, watch.depth, 0
+        most = min(len(tokens) - first, len(committed))
+        while hits < most and tokens[first + hits] == committed[hits]:
+            hits += 1
+        seen = min(hits + 1, most)
+        confidence: Seq[float | None] = (None,) * seen if stated is None else stated[first : first + seen]
+        self.controller.learn(key, index, first, confidence, hits)
+        watch.depth += hits
+        watch.hit = asks if hits else watch.hit
+        watch.done = hits < most or watch.depth == len(tokens)
+
+    def _hold_tree(self, key: int, index: int, watch: _Watch, committed: list[int], asks: int) -> None:
         stated = watch.proposal.confidence
         tokens, parents = watch.proposal.tokens, watch.proposal.parents
         for token in committed:
@@ -301,15 +319,13 @@ class AutoDrafter:
             for i in range(0 if watch.at is None else watch.at + 1, len(tokens)):  # children come behind their parent
                 if parents[i] == watch.at:
                     hit = found is None and tokens[i] == token
-                    learn(key, index, watch.depth, None if stated is None else stated[i], hit)
+                    self.controller.learn(key, index, watch.depth, (None if stated is None else stated[i],), int(hit))
                     found = i if hit else found
-                    if watch.chain:
-                        break
             if found is None:
                 watch.done = True
                 return
-            watch.at, watch.depth, watch.hit = found, watch.depth + 1, state.asks
-            if found + 1 == len(tokens) or (not watch.chain and found not in parents):
+            watch.at, watch.depth, watch.hit = found, watch.depth + 1, asks
+            if found not in parents:
                 watch.done = True
                 return
 

@@ -20,7 +20,7 @@ No clock, no randomness, no torch: the same facts give the same choices, live or
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import LiveCost, RoundView
@@ -114,7 +114,10 @@ class Controller:
 
     def begin(self, key: int, temperature: float = 0.0) -> None:
         temperatures = temperature_range(temperature)
-        learners = [Learner(table, temperatures) for table in self.tables]
+        learners = [
+            Learner(table, temperatures, not facts.free)
+            for table, facts in zip(self.tables, self.drafters, strict=True)
+        ]
         self._sequences[key] = _Sequence(learners, [0] * len(learners), self._quiet.like(_QUIET_PRIOR))
 
     def end(self, key: int) -> None:
@@ -146,7 +149,7 @@ class Controller:
             return [Choice()] * len(asks)
         choices = [_choice(pick, orders) for pick, orders in zip(plan.picks, nodes, strict=True)]
         keep = self._keep(choices, plan, view)
-        choices = [replace(c, keep=keep[c.drafter]) if c.drafter in keep else c for c in choices]
+        choices = [c._replace(keep=keep[c.drafter]) if c.drafter in keep else c for c in choices]
         return self._with_trial(choices, asks, plan, view, load)
 
     def refine(self, drafts: Seq[tuple[Ask, int, Offer]], load: Load | None = None) -> list[tuple[int, ...]]:
@@ -295,9 +298,10 @@ class Controller:
 
     # -- learning ------------------------------------------------------------------------------------------
 
-    def learn(self, key: int, drafter: int, position: int, confidence: float | None, accepted: bool) -> None:
-        """Draft `position` of `drafter` was (not) what was committed; all before it were. Used or only watched."""
-        self._sequences[key].learners[drafter].record(position, confidence, accepted)
+    def learn(self, key: int, drafter: int, first: int, confidence: Seq[float | None], hits: int) -> None:
+        """Drafts of `drafter` from position `first` on, used or only watched: the first `hits` were what was committed,
+        and the next, where there is one, was not."""
+        self._sequences[key].learners[drafter].record(first, confidence, hits)
 
     def learn_fixed(self, drafter: int, temperature: float, proposed: int, accepted: int) -> None:
         """The outcome of drafts whose length a request fixed."""

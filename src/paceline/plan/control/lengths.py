@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 __all__ = ["Contender", "Load", "Option", "Pick", "Plan", "RoundCost", "choose_lengths"]
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """What one drafter offers one sequence.
 
     survival   by node in the order they would be taken, parents first, never rising: P(node is accepted)
@@ -36,8 +35,7 @@ class Option:
     entry_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
+class Contender(NamedTuple):
     """A sequence that may draft: its options, and the seconds of each further block of query rows."""
 
     options: Seq[Option] = ()
@@ -66,8 +64,7 @@ class RoundCost(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """The option taken, and how many of its nodes; (None, 0) decodes plainly."""
 
     option: int | None = None
@@ -190,36 +187,53 @@ def _scan(
     state: Seq[Contender], chosen: Seq[int | None], deepest: int, cost: RoundCost, base: int, plain: Plan
 ) -> Plan:
     """Take drafts in the order of their survival, costly ones up to `deepest`; the best of all prefixes."""
-    order: list[tuple[float, int, int]] = []
+    chances: list[float] = []  # of all drafts, by sequence and node
+    more_s: list[float] = []  # what taking it adds to the pass's rows and to drafting steps
+    owners: list[int] = []
+    steps: dict[int, tuple[int, int]] = {}  # of a costly drafter's drafts: drafter and depth
     for i, index in enumerate(chosen):
-        if index is not None:
-            order += [(-chance, i, node) for node, chance in enumerate(_within(state[i].options[index], deepest))]
-    order.sort()
-    depths: dict[tuple[int, int], int] = {}  # (drafter, depth) -> sequences that draft so deep
-    tokens, extra, best_at = plain.tokens, 0.0, 0
-    best_tokens, best_s = plain.tokens, plain.plain_s
-    block, pass_s, step_s = cost.block, cost.pass_s, cost.step_s
-    for at, (less, i, node) in enumerate(order, start=1):
-        tokens -= less
-        if (node + 1) % block == 0:
-            extra += state[i].block_s
-        index = chosen[i]
-        assert index is not None
+        if index is None:
+            continue
         option = state[i].options[index]
-        if node == 0:
-            extra += option.entry_s
+        kept, first = _within(option, deepest), len(chances)
+        chances += kept
+        owners += [i] * len(kept)
+        more_s += _blocks_s(len(kept), cost.block, state[i].block_s)
+        more_s[first] += option.entry_s
         if option.drafter is not None:
-            sharing = depths.get((option.drafter, node), 0)
-            extra += step_s(option.drafter, sharing + 1) - (step_s(option.drafter, sharing) if sharing else 0.0)
-            depths[option.drafter, node] = sharing + 1
-        seconds = pass_s(base + at) + extra
+            steps.update((first + depth, (option.drafter, depth)) for depth in range(len(kept)))
+    order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
+    sharing: dict[tuple[int, int], int] = {}  # by drafter and depth, the sequences that draft so deep
+    tokens, extra, rows, pass_s = plain.tokens, 0.0, base, cost.pass_s
+    best_tokens, best_s, best_rows = plain.tokens, plain.plain_s, base
+    for draft in order:
+        rows += 1
+        tokens += chances[draft]
+        extra += more_s[draft]
+        if draft in steps:
+            extra += _shared_step_s(cost, sharing, steps[draft])
+        seconds = pass_s(rows) + extra
         if tokens * best_s > best_tokens * seconds:
-            best_tokens, best_s, best_at = tokens, seconds, at
+            best_tokens, best_s, best_rows = tokens, seconds, rows
     nodes = [0] * len(state)
-    for _, i, _ in order[:best_at]:
-        nodes[i] += 1
+    for draft in order[: best_rows - base]:
+        nodes[owners[draft]] += 1
     picks = tuple(Pick(index, n) if n else _NOTHING for index, n in zip(chosen, nodes, strict=True))
     return Plan(picks, best_tokens, best_s, plain.tokens, plain.plain_s)
+
+
+def _blocks_s(drafts: int, block: int, block_s: float) -> list[float]:
+    """Each `block` drafts of a sequence start a further block of its queries."""
+    if block == 1:
+        return [block_s] * drafts
+    return [0.0 if node % block else block_s for node in range(1, drafts + 1)]
+
+
+def _shared_step_s(cost: RoundCost, sharing: dict[tuple[int, int], int], step: tuple[int, int]) -> float:
+    """Seconds that one more sequence adds to a step of a drafter; it is counted in."""
+    drafter, others = step[0], sharing.get(step, 0)
+    sharing[step] = others + 1
+    return cost.step_s(drafter, others + 1) - (cost.step_s(drafter, others) if others else 0.0)
 
 
 def _within(option: Option, deepest: int) -> Seq[float]:

@@ -240,8 +240,7 @@ def _advance(r: _Running, choice: Choice, length: int, policy: Controller | Fixe
             proposed = min(drafts.proposed[r.at], len(choice.nodes)) if costly else drafts.proposed[r.at]
             hits = min(drafts.matched[r.at], proposed)
             confidence = _offer(drafts, r.at).confidence
-            for position in range(min(hits + 1, proposed)):
-                policy.learn(r.key, index, position, confidence[position], position < hits)
+            policy.learn(r.key, index, 0, confidence[: min(hits + 1, proposed)], hits)
             r.watched[index] = r.at + hits + 1
         policy.committed(r.key, choice, emitted)
     r.at += emitted

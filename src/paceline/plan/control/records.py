@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
@@ -28,16 +30,14 @@ class DrafterFacts:
         return self.steps is None
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a free drafter would propose: confidence by node; `parents` as in `Proposal`, None for a chain."""
 
     confidence: Seq[float | None] = ()
     parents: Seq[int | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One sequence before a round.
 
     context      committed tokens
@@ -52,13 +52,12 @@ class Ask:
     context: int
     budget: int
     room: int
-    offers: Mapping[int, Offer] = field(default_factory=dict)
-    missing: Mapping[int, int] = field(default_factory=dict)
+    offers: Mapping[int, Offer] = MappingProxyType({})
+    missing: Mapping[int, int] = MappingProxyType({})
     may_cut: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Who drafts for one sequence, and how far.
 
     drafter    index; None decodes plainly
@@ -79,7 +78,7 @@ class Choice:
         if self.risk_s is None or drafts >= len(self.nodes):
             return self
         risk_s = self.risk_s * max(drafts - self.usual, 1) / (len(self.nodes) - self.usual)
-        return replace(self, nodes=self.nodes[:drafts], risk_s=risk_s)
+        return self._replace(nodes=self.nodes[:drafts], risk_s=risk_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ _TABLE_MEMORY = 256.0  # outcomes a cell remembers before old ones fade
 _SEQUENCE_FADE = 0.97  # per outcome: a sequence remembers about the last 30
 _SEQUENCE_PRIOR = 5.0  # outcomes that "this sequence is like the others" counts as
 _DOUBT_FADE = 0.995  # by round: half of what was learnt is in doubt after some 140 rounds
+_LEAST, _MOST = 0.01, 0.99  # no draft is surer than this before it was seen
 _LAST_POSITION = 7  # positions from here on share their cells
 _CONFIDENCES = 13  # cells by confidence; the last is for "unknown"
 _ALL = 4  # the range that holds every temperature
@@ -43,25 +44,33 @@ class AcceptanceTable:
         size = (_LAST_POSITION + 1) * _CONFIDENCES
         self._outcomes = [[0.0] * size for _ in range(_ALL + 1)]
         self._accepted = [[0.0] * size for _ in range(_ALL + 1)]
-        self._unstated: dict[int, list[float]] = {}  # by range of temperatures, until something is recorded
+        self._lines: dict[int, tuple[list[float], list[float]]] = {}
 
     def estimate(self, position: int, confidence: float | None, temperatures: int = 0) -> float:
         """In (0, 1). Starts at the drafter's own confidence, goes by way of all temperatures to its own."""
-        prior = self.prior if confidence is None else min(max(confidence, 0.01), 0.99)
-        return self._estimate(_cell(position, confidence), prior, temperatures)
+        base, slope = self.lines(temperatures)
+        cell = _cell(position, confidence)
+        return base[cell] + slope[cell] * self._start(confidence)
 
-    def unstated(self, temperatures: int = 0) -> list[float]:
-        """`estimate` for drafts without a stated confidence, by position; the last is that of all deeper ones too."""
-        known = self._unstated.get(temperatures)
+    def lines(self, temperatures: int) -> tuple[list[float], list[float]]:
+        """By cell: `estimate` is base + slope * the chance it starts from. Kept up to date by `record`."""
+        known = self._lines.get(temperatures)
         if known is None:
-            cells = (_cell(position, None) for position in range(_LAST_POSITION + 1))
-            self._unstated[temperatures] = known = [self._estimate(cell, self.prior, temperatures) for cell in cells]
+            cells = range(len(self._outcomes[_ALL]))
+            pairs = [self._line(cell, temperatures) for cell in cells]
+            self._lines[temperatures] = known = [base for base, _ in pairs], [slope for _, slope in pairs]
         return known
 
-    def _estimate(self, cell: int, prior: float, temperatures: int) -> float:
-        pooled = (self._accepted[_ALL][cell] + _PRIOR_WEIGHT * prior) / (self._outcomes[_ALL][cell] + _PRIOR_WEIGHT)
-        own = self._outcomes[temperatures][cell]
-        return (self._accepted[temperatures][cell] + _PRIOR_WEIGHT * pooled) / (own + _PRIOR_WEIGHT)
+    def _line(self, cell: int, temperatures: int) -> tuple[float, float]:
+        return _line(
+            self._accepted[temperatures][cell],
+            self._outcomes[temperatures][cell],
+            self._accepted[_ALL][cell],
+            self._outcomes[_ALL][cell],
+        )
+
+    def _start(self, confidence: float | None) -> float:
+        return self.prior if confidence is None else min(max(confidence, _LEAST), _MOST)
 
     def outcomes(self, position: int, temperatures: int = _ALL) -> float:
         """How many outcomes at this position are remembered."""
@@ -73,17 +82,34 @@ class AcceptanceTable:
         outcomes = self._outcomes[_ALL][cell]
         return self._accepted[_ALL][cell] / outcomes if outcomes else 1.0
 
-    def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> None:
+    def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> float:
+        """Learn one outcome; what was expected before it."""
         cell = _cell(position, confidence)
-        if confidence is None:
-            self._unstated.clear()
-        for key in (temperatures, _ALL):
-            outcomes, hits = self._outcomes[key], self._accepted[key]
-            outcomes[cell] += 1.0
-            hits[cell] += accepted
-            if outcomes[cell] > _TABLE_MEMORY:
-                hits[cell] *= _TABLE_MEMORY / outcomes[cell]
-                outcomes[cell] = _TABLE_MEMORY
+        base, slope = self.lines(temperatures)
+        expected = base[cell] + slope[cell] * self._start(confidence)
+        accepted_all, outcomes_all = _count(self._accepted[_ALL], self._outcomes[_ALL], cell, accepted)
+        accepted_own, outcomes_own = _count(self._accepted[temperatures], self._outcomes[temperatures], cell, accepted)
+        base[cell], slope[cell] = _line(accepted_own, outcomes_own, accepted_all, outcomes_all)
+        if len(self._lines) > 1:
+            for other, (its_base, its_slope) in self._lines.items():
+                its_base[cell], its_slope[cell] = self._line(cell, other)
+        return expected
+
+
+def _line(accepted: float, outcomes: float, accepted_all: float, outcomes_all: float) -> tuple[float, float]:
+    """Base and slope of an estimate that goes from a prior by way of all temperatures to its own."""
+    own = outcomes + _PRIOR_WEIGHT
+    share = _PRIOR_WEIGHT / ((outcomes_all + _PRIOR_WEIGHT) * own)
+    return accepted / own + share * accepted_all, share * _PRIOR_WEIGHT
+
+
+def _count(accepted: list[float], outcomes: list[float], cell: int, hit: bool) -> tuple[float, float]:
+    """One more outcome in a cell, old ones fading; what it holds now."""
+    hits, seen = accepted[cell] + hit, outcomes[cell] + 1.0
+    if seen > _TABLE_MEMORY:
+        hits, seen = hits * (_TABLE_MEMORY / seen), _TABLE_MEMORY
+    accepted[cell], outcomes[cell] = hits, seen
+    return hits, seen
 
 
 @dataclass(slots=True)
@@ -133,35 +159,41 @@ class Corrections:
 
 @dataclass(slots=True)
 class Learner:
-    """Acceptance of one drafter's drafts in one sequence; `table` is shared by all sequences."""
+    """Acceptance of one drafter's drafts in one sequence; `table` is shared by all sequences.
+
+    asked_blind   it is chosen before its drafts and their confidences are known
+    """
 
     table: AcceptanceTable
     temperatures: int = 0
+    asked_blind: bool = True
     _own: Corrections = field(default_factory=Corrections)
 
     def survival(self, confidence: Seq[float | None], floor: float = 0.0) -> list[float]:
         """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: unknown).
 
-        Ends before the first that falls under `floor`.
+        Ends before the first that falls under `floor`. The product of `acceptance`, in one loop.
         """
-        result, product = [], 1.0
+        result: list[float] = []
+        base, slope = self.table.lines(self.temperatures)
+        prior, product = self.table.prior, 1.0
         for position, stated in enumerate(confidence):
-            product *= self.acceptance(position, stated)
+            cell = _cell(position, stated)
+            start = prior if stated is None else _LEAST if stated < _LEAST else _MOST if stated > _MOST else stated
+            chance = self._own.of(position, stated is not None).apply(base[cell] + slope[cell] * start)
+            product *= chance
             if product < floor:
                 break
             result.append(product)
         return result
 
     def survival_unstated(self, length: int, floor: float = 0.0) -> list[float]:
-        """`survival` of `length` drafts of unknown confidence."""
-        result, product, chance = [], 1.0, 1.0
-        known = self.table.unstated(self.temperatures)
-        for position in range(length):
-            if position <= _LAST_POSITION:
-                chance = self._own.of(position, False).apply(known[position])
-            product *= chance
-            if product < floor:
-                break
+        """`survival` of `length` drafts of unknown confidence: from some position on all have the same chance."""
+        result = self.survival((None,) * min(length, _LAST_POSITION + 1), floor)
+        if len(result) <= _LAST_POSITION:
+            return result
+        chance = self.acceptance(_LAST_POSITION, None)
+        while len(result) < length and (product := result[-1] * chance) >= floor:
             result.append(product)
         return result
 
@@ -187,16 +219,18 @@ class Learner:
         """Nothing was seen for a round: what is known of this sequence goes back towards what is of all."""
         self._own.fade(share)
 
-    def record(self, position: int, confidence: float | None, accepted: bool) -> None:
-        """Draft `position` was (not) accepted, all before it were."""
-        self._record(position, confidence, accepted)
-        if confidence is not None:  # for choosing before the drafts and their confidences are known
-            self._record(position, None, accepted)
+    def record(self, first: int, confidence: Seq[float | None], hits: int) -> None:
+        """Drafts of these confidences, from position `first` on: the first `hits` were accepted, and the next, where
+        there is one, was not; all before them were accepted."""
+        for position, stated in enumerate(confidence, start=first):
+            accepted = position - first < hits
+            self._record(position, stated, accepted)
+            if stated is not None and (self.asked_blind or position == 0):  # of first drafts the table keeps the mean
+                self._record(position, None, accepted)
 
     def _record(self, position: int, confidence: float | None, accepted: bool) -> None:
-        expected = self.table.estimate(position, confidence, self.temperatures)
+        expected = self.table.record(position, confidence, accepted, self.temperatures)
         self._own.of(position, confidence is not None).record(expected, accepted)
-        self.table.record(position, confidence, accepted, self.temperatures)
 
 
 def _cell(position: int, confidence: float | None) -> int:
