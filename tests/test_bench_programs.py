@@ -188,3 +188,19 @@ def test_grammar_counts_what_does_not_fit(
     monkeypatch.setattr(module, "fits", lambda text, schema: False)
     assert call(module, monkeypatch, *arguments) == 1
     assert "8 of 8 answers invalid" in capsys.readouterr().out
+
+
+def test_round_grid_holds_predictions_against_rounds(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", model, "--batch", "1", "2", "--lengths", "0", "2", "--rounds", "2", "--repeats", "1"]
+    module = program("round_grid")
+    monkeypatch.setattr(module, "PROMPT", 20)
+    assert call(module, monkeypatch, *arguments, "--dtype", "float32", "--threads", "1") == 0
+    told = capsys.readouterr().out
+    assert all(f"| {batch} | {length} | " in told for batch in (1, 2) for length in (0, 2))
+    assert "passes: median error" in told and "live: median error" in told
+    measured = {(1, 0): 1.0, (1, 2): 1.5}
+    assert max(module.losses(measured, measured, [0, 2], 1)) == 0.0
+    blind = {(1, 0): 1.0, (1, 2): 9.0}
+    assert max(module.losses(blind, measured, [0, 2], 1)) == pytest.approx(1 - 1.5 / (1 + 0.95 + 0.95**2))

@@ -151,6 +151,12 @@ def test_divergence_is_that_of_its_definition() -> None:
     assert quality.divergence(one, one + 3.0).nats == pytest.approx(np.zeros(5), abs=1e-6)
 
 
+def test_a_beginning_that_texts_share_counts_once() -> None:
+    seen: set[tuple[int, ...]] = set()
+    texts = [[1, 2, 3], [1, 2, 4, 5], [2], [1, 2, 4, 6]]
+    assert [module("quality").new_positions(ids, seen) for ids in texts] == [[0, 1, 2], [2, 3], [0], [3]]
+
+
 # -- measuring -------------------------------------------------------------------------------------------------
 
 

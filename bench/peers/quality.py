@@ -1,7 +1,7 @@
 """How far each engine's weights are from the float32 model: one harness, the same positions for all.
 
 The reference is Transformers in float32 over the model's floats. Texts are prompts of the workloads, through the chat
-template, cut to `longest` tokens; what all of them begin with is left out. At every other position the whole
+template, cut to `longest` tokens; a beginning that several have counts once. At every position the whole
 distribution of the next token is compared: whether the most probable token is the same, and the Kullback-Leibler
 divergence from the reference, in nats. All engines give whole distributions: Paceline by passes of its engine's model,
 llama.cpp through its Python bindings and the built library, OpenVINO by the converted model itself, each with its own
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from bench.peers.child import Child
 from bench.peers.speed import Prompt, markdown
 from paceline.bench.paired import bootstrap_interval
 
-__all__ = ["Divergence", "compare", "divergence", "quality_table"]
+__all__ = ["Divergence", "compare", "divergence", "new_positions", "quality_table"]
 
 Logits = NDArray[np.float32]  # [positions, vocabulary]
 
@@ -60,16 +59,25 @@ def compare(
     say: Callable[[str], None],
 ) -> dict[Arm, list[Divergence]]:
     """By arm a divergence a text. Logits pass through a file in `folder`."""
-    columns = zip(*(p.ids for p in prompts), strict=False)
-    shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns)) if len(prompts) > 1 else 0
+    seen: set[tuple[int, ...]] = set()
     found: dict[Arm, list[Divergence]] = {arm: [] for arm in children}
     for number, prompt in enumerate(prompts):
         ids = list(prompt.ids[:longest])
-        base = _score(reference, ids, folder)[shared:, :vocab_size]
+        rows = new_positions(ids, seen)
+        base = _score(reference, ids, folder)[rows, :vocab_size]
         for arm, child in children.items():
-            found[arm].append(divergence(base, _score(child, ids, folder)[shared:, :vocab_size]))
+            found[arm].append(divergence(base, _score(child, ids, folder)[rows, :vocab_size]))
         say(f"text {number + 1} of {len(prompts)}")
     return found
+
+
+def new_positions(ids: Sequence[int], seen: set[tuple[int, ...]]) -> list[int]:
+    """Positions whose prefix no earlier text had, and which are now in `seen`: chat templates begin alike, and what
+    happens at one of their positions would count once a text."""
+    prefixes = [tuple(ids[: end + 1]) for end in range(len(ids))]
+    new = [position for position, prefix in enumerate(prefixes) if prefix not in seen]
+    seen.update(prefixes)
+    return new
 
 
 def _score(child: Child, ids: Sequence[int], folder: Path) -> Logits:

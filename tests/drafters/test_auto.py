@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 
 import pytest
 from drafter_toys import Loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.core.sampling import SamplingParams
@@ -157,6 +159,48 @@ def test_drafts_made_and_not_verified_are_watched_all_the_same() -> None:
     auto = auto_over(costly(Scripted("x", [1.0] * 400, 0.05), 0.01))
     run(auto, 300, step_s=0.01)
     assert auto.controller.tables[0].estimate(0, 0.05) > 0.5
+
+
+outcomes = st.tuples(
+    st.integers(0, 9), st.one_of(st.none(), st.floats(0.0, 1.0)), st.booleans(), st.sampled_from([0, 2, 3])
+)
+
+
+@given(seen=st.lists(outcomes, max_size=400), confidence=st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=9))
+@settings(max_examples=60, deadline=None)
+def test_estimates_are_those_of_their_definition_and_survival_is_their_product(
+    seen: list[tuple[int, float | None, bool, int]], confidence: list[float | None]
+) -> None:
+    """Slow twin: one count after the other, from the prior to all temperatures to its own."""
+    counts: dict[tuple[int | None, int, int | None], tuple[float, float]] = {}
+    fresh, learner = AcceptanceTable(), Learner(AcceptanceTable(), 2)
+    learner.record(0, confidence, max(len(confidence) - 1, 0))
+    for position, stated, hit, temperatures in seen:
+        cell = min(position, 7), None if stated is None else _tenth(stated)
+        for key in ((temperatures, *cell), (None, *cell)):
+            accepted, total = counts.get(key, (0.0, 0.0))
+            accepted, total = accepted + hit, total + 1.0
+            counts[key] = (accepted * min(1.0, 256.0 / total), min(total, 256.0))
+        fresh.record(position, stated, hit, temperatures)
+    for position in range(9):
+        for stated in (None, 0.05, 0.5, 0.93, 0.999):
+            for temperatures in (0, 2, 3):
+                cell = min(position, 7), None if stated is None else _tenth(stated)
+                prior = 0.6 if stated is None else min(stated, 0.99)
+                accepted, total = counts.get((None, *cell), (0.0, 0.0))
+                pooled = (accepted + 8.0 * prior) / (total + 8.0)
+                accepted, total = counts.get((temperatures, *cell), (0.0, 0.0))
+                own = (accepted + 8.0 * pooled) / (total + 8.0)
+                assert fresh.estimate(position, stated, temperatures) == pytest.approx(own)
+    product, slow = 1.0, []
+    for position, stated in enumerate(confidence):
+        product *= learner.acceptance(position, stated)
+        slow.append(product)
+    assert learner.survival(confidence) == pytest.approx(slow)
+
+
+def _tenth(stated: float) -> int:
+    return int(stated * 10) if stated < 0.9 else 9 + (stated >= 0.95) + (stated >= 0.98)
 
 
 def test_an_overconfident_drafter_is_corrected() -> None:
