@@ -26,6 +26,7 @@ from paceline.decode.model.checkpoint import Checkpoint, inspect_checkpoint, loa
 from paceline.decode.model.families import FAMILIES
 from paceline.decode.model.fetch import KNOWN_MODELS, cache_folder, cached_model
 from paceline.decode.model.gguf_file import GGUFFile
+from paceline.decode.model.llama import LlamaDecoder
 
 KINDS = gguf.GGMLQuantizationType
 WRITABLE = [KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1, KINDS.Q5_0, KINDS.Q5_1]
@@ -67,9 +68,7 @@ def test_gguf_in_float32_equals_the_transformers_model(tmp_path: Path, settings:
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_quantised_gguf_equals_the_packages_own_dequantisation(
-    tmp_path: Path, family: str, kind: KINDS
-) -> None:
+def test_quantised_gguf_equals_the_packages_own_dequantisation(tmp_path: Path, family: str, kind: KINDS) -> None:
     model, twin = tiny_model(family), tiny_model(family, seed=1)
     loaded = load_checkpoint(str(write_gguf(tmp_path / "m.gguf", model, kind)), dtype=torch.float32)
     heads = {"q_proj.weight": 4, "k_proj.weight": 2} if family == "llama" else {}
@@ -156,8 +155,8 @@ def test_rotary_scaling_keys(tmp_path: Path, scaling: dict[str, Any]) -> None:
         "llama.rope.scaling.original_context_length": 32,
     }
     scaled, plain = (
-        load_checkpoint(str(write_gguf(tmp_path / "m.gguf", model, metadata=metadata)), dtype=torch.float32)
-        for metadata in (keys, {})
+        load_checkpoint(str(write_gguf(tmp_path / f"{name}.gguf", model, metadata=metadata)), dtype=torch.float32)
+        for name, metadata in (("scaled", keys), ("plain", {}))
     )
     assert torch.equal(logits(module_of(scaled)), logits(model))
     assert not torch.allclose(logits(module_of(plain)), logits(model), atol=1e-3)
@@ -216,8 +215,10 @@ def test_inspection_reads_no_weights_and_agrees(tmp_path: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     lines: list[str] = []
     path = write_gguf(tmp_path / "m.gguf", tiny_model())
-    load_checkpoint(str(path), dtype=torch.float32, progress=lines.append)
-    assert lines[0].startswith("reading m.gguf: 0 of ")
+    loaded = load_checkpoint(str(path), dtype=torch.float32, progress=lines.append)
+    assert not lines, "nothing is read before it is taken"
+    LlamaDecoder(loaded.config, loaded.tensors, torch.device("cpu"))
+    assert lines[0].startswith("reading m.gguf: 0 of ") and not loaded.tensors
 
 
 @pytest.mark.models

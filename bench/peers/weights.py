@@ -104,7 +104,7 @@ def _save(spec: str, folder: Path) -> None:
     with torch.device("meta"):
         checkpoint.config.architectures = [type(AutoModelForCausalLM.from_config(checkpoint.config)).__name__]
     checkpoint.config.save_pretrained(folder)
-    save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(checkpoint.tensors), folder / "model.safetensors", metadata={"format": "pt"})
     if checkpoint.tokenizer is None:
         raise UsageError(f"{spec} comes without a tokenizer, and the peers want one.")
     checkpoint.tokenizer.backend.save(str(folder / "tokenizer.json"))

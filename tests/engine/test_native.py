@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.decode.cache import KVCache
 from paceline.decode.llm import LLM
-from paceline.decode.model.blocks import FOUR_BITS, quantise_int4, read_blocks
+from paceline.decode.model.blocks import FOUR_BITS, Blocks, quantise_int4, read_blocks
 from paceline.decode.model.step import Level, Span, build_inputs
+from paceline.decode.model.stored import Stored
 from paceline.decode.native.build import library
 from paceline.decode.native.decoder import NativeDecoder, why_not_native
 from paceline.decode.native.weights import GROUP, Kind, Packed, pack
@@ -113,7 +115,7 @@ def test_a_product_is_its_twin(kind: Kind, rows: int, outputs: int, groups: int,
     x = torch.randn(rows, groups * GROUP, generator=generator)
     weight = torch.randn(outputs, groups * GROUP, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator) if biased else None
-    packed = pack(library(), weight, kind, bias)
+    packed = pack(library(), Stored.of(weight), kind, bias)
     made = apply(packed, x)
     exact = as_read(x, kind).double() @ weights_of(packed).double().T + (0.0 if bias is None else bias.double())
     scale = as_read(x, kind).abs().double() @ weights_of(packed).abs().double().T
@@ -122,18 +124,23 @@ def test_a_product_is_its_twin(kind: Kind, rows: int, outputs: int, groups: int,
     assert torch.equal(made, alone), "a row's bits depend on the rows beside it"
 
 
+def some_of(blocks: Blocks, low: int, high: int) -> Blocks:
+    return Blocks(blocks.whole[low:high], blocks.scale[low:high], blocks.least[low:high])
+
+
 def test_packed_weights_are_the_weights_rounded() -> None:
     weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(weights_of(pack(library(), weight, Kind.BF16)), weight.float())
+    assert torch.equal(weights_of(pack(library(), Stored.of(weight), Kind.BF16)), weight.float())
     groups = weight.float().view(50, -1, GROUP)
     step = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
     rounded = ((groups / step).round().clamp(-127, 127) * step).flatten(1)
-    assert torch.equal(weights_of(pack(library(), weight, Kind.INT8)), rounded)
+    assert torch.equal(weights_of(pack(library(), Stored.of(weight), Kind.INT8)), rounded)
     blocks = quantise_int4(weight)
+    stored = replace(Stored.of(weight * 0), blocks=lambda low, high: some_of(blocks, low, high))
     four = (blocks.whole.view(50, 3, 32) * blocks.scale.float()[..., None] + blocks.least.float()[..., None]).view(
         50, 96
     )
-    assert torch.allclose(weights_of(pack(library(), blocks, Kind.INT4)), four, atol=1e-6)
+    assert torch.allclose(weights_of(pack(library(), stored, Kind.INT4)), four, atol=1e-6)
     range_ = weight.float().view(50, 3, 32).amax(-1) - weight.float().view(50, 3, 32).amin(-1)
     error = (four - weight.float()).abs().view(50, 3, 32).amax(-1)
     assert (error <= range_ / 15 * 0.52 + 2e-3).all()
@@ -168,7 +175,7 @@ def test_logits_are_those_of_transformers(family: str, kind: Kind) -> None:
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if value.dim() == 2 and "embed" not in name:
-                    value.copy_(weights_of(pack(library(), value.detach().bfloat16(), kind)))
+                    value.copy_(weights_of(pack(library(), Stored.of(value.detach().bfloat16()), kind)))
     decoder = decoder_of(model, kind)
     tokens = torch.randint(0, 390, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = new_cache(decoder, 1)

@@ -19,6 +19,7 @@ from paceline.decode.loading import load_model
 from paceline.decode.model.blocks import BLOCK, quantise_int4
 from paceline.decode.model.linear import Form, Int4Weight, Int8Weight, Linear
 from paceline.decode.model.llama import LlamaDecoder
+from paceline.decode.model.stored import Stored
 from paceline.decode.native import build
 from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
@@ -57,7 +58,7 @@ def test_a_product_is_its_twin(form: Form, rows: int, outputs: int, groups: int,
     x = torch.randn(rows, groups * BLOCK, generator=generator).bfloat16()
     weight = torch.randn(outputs, groups * BLOCK, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
-    product = Linear(weight, bias, form=form)
+    product = Linear(Stored.of(weight), bias, form=form)
     assert isinstance(product.weight, Int4Weight if form is Form.INT4 and outputs % 16 == 0 else Int8Weight)
     made, held = product(x), as_held(weight, form).double()
     exact = x.double() @ held.T + (0.0 if bias is None else bias.double())
@@ -69,7 +70,7 @@ def test_a_product_is_its_twin(form: Form, rows: int, outputs: int, groups: int,
 def test_rows_of_a_head_are_its_embeddings() -> None:
     weight = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     ids = torch.tensor([3, 3, 19, 0])
-    rows = Int8Weight(weight).rows(ids)
+    rows = Int8Weight(Stored.of(weight)).rows(ids)
     assert torch.equal(rows, as_held(weight, Form.INT8)[ids].bfloat16())
 
 

@@ -10,6 +10,7 @@ than in host memory, and where `madvise` is missing, this is an ordinary tensor 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -18,13 +19,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LazyZeros", "can_be_lazy"]
+__all__ = ["LazyZeros", "can_be_lazy", "give_back_freed"]
 
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, named by Python from 3.13 on
 
 
 def can_be_lazy(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux"
+
+
+def give_back_freed() -> None:
+    """Give what was freed back to the system, where the C library keeps it and can be told to (glibc)."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class LazyZeros:

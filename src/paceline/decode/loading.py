@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.decode.lazy_memory import give_back_freed
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.checkpoint import Checkpoint, load_checkpoint
 from paceline.decode.model.linear import Form
@@ -35,15 +36,18 @@ def load_model(
             "dtype", precision, "float32 or bfloat16", f"{precision} is for CPUs, not {device.type}."
         )
     checkpoint = load_checkpoint(spec, dtype=floats_of(precision), progress=progress)
-    if precision == "float32" or why_not_compiled(checkpoint.config, device, progress):
-        return checkpoint, LlamaDecoder(checkpoint.config, checkpoint.tensors, device, form=_FORMS[precision])
-    return checkpoint, NativeDecoder(
-        checkpoint.config,
-        checkpoint.tensors,
-        _KINDS[precision],
-        threads=torch.get_num_threads(),
-        stored=checkpoint.stored,
-    )
+    decoder = _decoder(checkpoint, precision, device, progress)
+    give_back_freed()
+    return checkpoint, decoder
+
+
+def _decoder(
+    checkpoint: Checkpoint, precision: str, device: torch.device, progress: Callable[[str], None] | None
+) -> TargetModel:
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if precision == "float32" or why_not_compiled(config, device, progress):
+        return LlamaDecoder(config, tensors, device, form=_FORMS[precision])
+    return NativeDecoder(config, tensors, _KINDS[precision], threads=torch.get_num_threads())
 
 
 def why_not_compiled(config: Any, device: torch.device, progress: Callable[[str], None] | None = None) -> str:

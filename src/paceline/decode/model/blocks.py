@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -28,6 +29,11 @@ class Blocks:
     whole: Tensor
     scale: Tensor
     least: Tensor
+
+    @staticmethod
+    def cat(parts: Sequence[Blocks]) -> Blocks:
+        """One below the other."""
+        return Blocks(*(torch.cat([getattr(part, name) for part in parts]) for name in ("whole", "scale", "least")))
 
 
 def quantise_int4(weight: Tensor) -> Blocks:

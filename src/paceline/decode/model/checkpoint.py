@@ -17,8 +17,9 @@ from paceline.decode.model.experts import fuse_experts
 from paceline.decode.model.families import check_family
 from paceline.decode.model.features import features_of, head_width, windowed_layers
 from paceline.decode.model.gguf_file import GGUFFile
-from paceline.decode.model.gguf_model import StoredWeights, gguf_config, gguf_tensors
+from paceline.decode.model.gguf_model import gguf_config, gguf_tensors
 from paceline.decode.model.gguf_tokenizer import gguf_end_ids, gguf_tokenizer, gguf_vocab_size
+from paceline.decode.model.parameter_shapes import parameter_shapes
 from paceline.decode.model.safetensors_files import (
     folder_config,
     folder_end_ids,
@@ -27,36 +28,36 @@ from paceline.decode.model.safetensors_files import (
 )
 from paceline.decode.model.source import ModelSource, SourceKind, resolve_source
 from paceline.decode.model.spans import Ring
+from paceline.decode.model.stored import Stored, StoredTensors
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import ModelFormatError
 
-__all__ = ["Checkpoint", "CheckpointInfo", "inspect_checkpoint", "load_checkpoint", "parameter_shapes"]
+__all__ = ["Checkpoint", "CheckpointInfo", "inspect_checkpoint", "load_checkpoint"]
 
 _NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in memory, ready to be put into its module.
+    """A model found whole, ready to be put into its module.
 
     name           as the user gave it
     config         Transformers config from which `AutoModelForCausalLM.from_config` builds the module
-    tensors        Hugging Face parameter name -> tensor; no `lm_head.weight` where it is the embedding
+    tensors        Hugging Face parameter name -> tensor, read when it is looked up; no `lm_head.weight` where it is
+                   the embedding
     tokenizer      None only where the files carry none
     eos_token_ids  every id that ends a text, from whichever file names one
     vocab_size     real token ids; rows of the head from there on are padding
     max_positions  context length in tokens
-    stored         how a GGUF file has its weights, None for other files
     """
 
     name: str
     config: Any
-    tensors: dict[str, torch.Tensor]
+    tensors: StoredTensors
     tokenizer: TextTokenizer | None
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_positions: int
-    stored: StoredWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,8 @@ class CheckpointInfo:
         return 2 * kept * self.config.num_key_value_heads * head_width(self.config) * bytes_per_value
 
 
-def load_checkpoint(
-    spec: str, *, dtype: torch.dtype, progress: Callable[[str], None] | None = None
-) -> Checkpoint:
-    """The model `spec` (see `source.py`) with its weights in `dtype` on the CPU.
+def load_checkpoint(spec: str, *, dtype: torch.dtype, progress: Callable[[str], None] | None = None) -> Checkpoint:
+    """The model `spec` (see `source.py`), its weights in `dtype` still to be taken from the disk.
 
     Raises ModelNotFound, ModelFormatError or UnsupportedModel, each saying what to do.
     """
@@ -99,10 +98,10 @@ def load_checkpoint(
     config = opened.config
     config.dtype = dtype
     expected = parameter_shapes(config)
-    tensors = opened.tensors(dtype, progress)
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    check_tensors({name: tuple(t.shape) for name, t in tensors.items()}, expected, str(source.path))
+    tensors = StoredTensors(opened.tensors(dtype), progress, source.path.name)
+    if config.tie_word_embeddings and "lm_head.weight" in tensors:
+        del tensors["lm_head.weight"]
+    check_tensors(tensors.shapes(), expected, str(source.path))
     return Checkpoint(
         name=spec,
         config=config,
@@ -111,7 +110,6 @@ def load_checkpoint(
         eos_token_ids=opened.eos_token_ids,
         vocab_size=opened.vocab_size,
         max_positions=config.max_position_embeddings,
-        stored=None if opened.stored is None else opened.stored(),
     )
 
 
@@ -135,14 +133,13 @@ def inspect_checkpoint(spec: str, progress: Callable[[str], None] | None = None)
 
 @dataclass(frozen=True)
 class _Opened:
-    """What both formats give before any weight is read, and how to read the weights."""
+    """What both formats give before any weight is read, and where the weights are."""
 
     config: Any
     tokenizer: TextTokenizer | None
     eos_token_ids: frozenset[int]
     vocab_size: int
-    tensors: Callable[[torch.dtype, Callable[[str], None] | None], dict[str, torch.Tensor]]
-    stored: Callable[[], StoredWeights] | None = None
+    tensors: Callable[[torch.dtype], dict[str, Stored]]
 
 
 def _open(source: ModelSource) -> _Opened:
@@ -160,8 +157,7 @@ def _open_gguf(source: ModelSource) -> _Opened:
         tokenizer=tokenizer,
         eos_token_ids=gguf_end_ids(file),
         vocab_size=min(gguf_vocab_size(file) or config.vocab_size, config.vocab_size),
-        tensors=lambda dtype, progress: gguf_tensors(file, config, dtype, progress),
-        stored=lambda: StoredWeights(file, config),
+        tensors=lambda dtype: gguf_tensors(file, config, dtype),
     )
 
 
@@ -176,25 +172,11 @@ def _open_folder(source: ModelSource) -> _Opened:
         tokenizer=tokenizer,
         eos_token_ids=folder_end_ids(source.path, config, tokenizer),
         vocab_size=size,
-        tensors=lambda dtype, progress: fuse_experts(folder_tensors(source.path, dtype, progress), config),
+        tensors=lambda dtype: fuse_experts(folder_tensors(source.path, dtype), config),
     )
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every weight the module of `config` has; nothing is allocated."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-    if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
-    return shapes
-
-
-def check_tensors(
-    given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str
-) -> None:
+def check_tensors(given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raises ModelFormatError unless `given` has the names and shapes of `expected`."""
     if missing := expected.keys() - given.keys():
         raise ModelFormatError(f"{where} lacks {_listed(missing)}; download it again or convert it again.")

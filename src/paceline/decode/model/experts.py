@@ -11,7 +11,7 @@ On disk the experts of a layer are separate weights (`fuse_experts`), or stacked
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from paceline.decode.model.attention import by_rows
 from paceline.decode.model.features import Routing
 from paceline.decode.model.linear import Form, Linear
 from paceline.decode.model.spans import RowPolicy
+from paceline.decode.model.stored import Stored, stack
 
 __all__ = ["Experts", "fuse_experts", "join_gate_and_up"]
 
@@ -32,16 +33,16 @@ class Experts:
     def __init__(
         self,
         routing: Routing,
-        router: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        router: Stored,
+        gate_up: Stored,
+        down: Stored,
         activation: Callable[[Tensor], Tensor],
         form: Form,
     ) -> None:
         self.routing, self.activation = routing, activation
         self.router = Linear(router, form=form.of_router)
-        self.gate_up = [Linear(weight, form=form) for weight in gate_up]
-        self.down = [Linear(weight, form=form) for weight in down]
+        self.gate_up = [_expert(gate_up, i, form) for i in range(routing.experts)]
+        self.down = [_expert(down, i, form) for i in range(routing.experts)]
 
     @property
     def products(self) -> list[Linear]:
@@ -73,44 +74,51 @@ class Experts:
         return out
 
 
+def _expert(weights: Stored, index: int, form: Form) -> Linear:
+    return Linear(Stored.of(weights.rows(index, index + 1)[0]), form=form)
+
+
 _APART = re.compile(r"(.*\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 _MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-def fuse_experts(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+def fuse_experts(tensors: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
     """`tensors` with the experts of each layer as one weight, under the names Transformers' modules use."""
     if config.model_type not in ("mixtral", "qwen3_moe"):
-        return tensors
-    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
-    out: dict[str, Tensor] = {}
-    for name in list(tensors):
-        tensor = tensors.pop(name)
+        return dict(tensors)
+    parts: dict[tuple[str, str], dict[int, Stored]] = {}
+    out: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
         if match := _APART.fullmatch(name):
             part = _MIXTRAL_NAMES.get(match[3], match[3])
             parts.setdefault((match[1], part), {})[int(match[2])] = tensor
         else:
             out[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
     for (prefix, part), experts in parts.items():
-        if (stacked := _stacked(experts)) is not None:
-            out[f"{prefix}mlp.experts.{part}.weight"] = stacked
+        if _alike(experts):
+            out[f"{prefix}mlp.experts.{part}.weight"] = stack([experts[i] for i in range(len(experts))])
     return join_gate_and_up(out)
 
 
-def join_gate_and_up(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def join_gate_and_up(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """`tensors` with stacked experts `gate_proj`, `up_proj` and `down_proj` under the names of the modules."""
-    for name in [name for name in tensors if name.endswith(".experts.down_proj.weight")]:
-        tensors[name.removesuffix(".weight")] = tensors.pop(name)
-    for name in [name for name in tensors if name.endswith(".experts.gate_proj.weight")]:
+    out = dict(tensors)
+    for name in [name for name in out if name.endswith(".experts.down_proj.weight")]:
+        out[name.removesuffix(".weight")] = out.pop(name)
+    for name in [name for name in out if name.endswith(".experts.gate_proj.weight")]:
         stem = name.removesuffix("gate_proj.weight")
-        gate, up = tensors[name], tensors.get(f"{stem}up_proj.weight")
+        gate, up = out[name], out.get(f"{stem}up_proj.weight")
         if up is not None and gate.shape == up.shape:
-            tensors[f"{stem}gate_up_proj"] = torch.cat([gate, up], dim=1)
-            del tensors[name], tensors[f"{stem}up_proj.weight"]
-    return tensors
+            out[f"{stem}gate_up_proj"] = _gate_up(gate, up)
+            del out[name], out[f"{stem}up_proj.weight"]
+    return out
 
 
-def _stacked(experts: dict[int, Tensor]) -> Tensor | None:
-    """None where one is missing or of another shape; the check of all names and shapes says so."""
-    if sorted(experts) != list(range(len(experts))) or len({t.shape for t in experts.values()}) != 1:
-        return None
-    return torch.stack([experts[i] for i in range(len(experts))])
+def _gate_up(gate: Stored, up: Stored) -> Stored:
+    shape = (gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
+    return Stored(shape, lambda low, high: torch.cat([gate.rows(low, high), up.rows(low, high)], dim=1))
+
+
+def _alike(experts: Mapping[int, Stored]) -> bool:
+    """None missing and all of one shape; where not, the check of all names and shapes says so."""
+    return sorted(experts) == list(range(len(experts))) and len({t.shape for t in experts.values()}) == 1

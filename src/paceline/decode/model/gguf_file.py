@@ -1,8 +1,8 @@
 """Reading a GGUF file: its metadata at once, its tensors one by one straight into the wanted dtype.
 
-Only the header is parsed on opening (the tensors stay on disk, mapped), so a file of any size is inspected in
-well under a second. Dequantisation is the `gguf` package's own, a few hundred rows at a time: the peak memory
-is the result plus a few megabytes. Refused with a sentence: files that are no GGUF, are cut short, are one
+Only the header is parsed on opening (the tensors stay on disk), so a file of any size is inspected in well under a
+second. Dequantisation is the `gguf` package's own, a few hundred rows at a time: the peak memory is the result plus a
+few megabytes. Refused with a sentence: files that are no GGUF, are cut short, are one
 part of several, hold a format version or a tensor type that is not known.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -10,11 +10,10 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from paceline.decode.model.blocks import FOUR_BITS, Blocks, read_blocks
+from paceline.decode.model.stored import read_bytes
 from paceline.errors import ModelFormatError, ModelNotFound, UnsupportedModel
 
 __all__ = ["GGUFFile", "GGUFTensor"]
@@ -66,8 +66,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
-        header = _Header(path, self._map)
+        with _map_file(path) as data:
+            header, length = _Header(path, data), len(data)
         self.metadata, table = header.metadata, header.tensors
         if (parts := self.metadata.get("split.count", 1)) > 1:
             raise UnsupportedModel(
@@ -75,10 +75,9 @@ class GGUFFile:
             )
         self.tensors = {t.name: t for t in table}
         end = max((t.offset + t.size_bytes for t in table), default=0)
-        if end > len(self._map):
+        if end > length:
             raise ModelFormatError(
-                f"{path} is cut short: its tensors need {end} bytes and the file has {len(self._map)}; "
-                "download it again."
+                f"{path} is cut short: its tensors need {end} bytes and the file has {length}; download it again."
             )
 
     def get(self, key: str, kind: type[_T]) -> _T | None:
@@ -87,9 +86,7 @@ class GGUFFile:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if value is not None and not isinstance(value, kind):
-            raise ModelFormatError(
-                f"{self.path}: metadata {key} is {value!r:.80}; allowed: a {kind.__name__}."
-            )
+            raise ModelFormatError(f"{self.path}: metadata {key} is {value!r:.80}; allowed: a {kind.__name__}.")
         return value
 
     def require(self, key: str, kind: type[_T]) -> _T:
@@ -103,38 +100,43 @@ class GGUFFile:
         self,
         name: str,
         dtype: torch.dtype,
-        row_order: Sequence[int]
-        | np.ndarray
-        | None = None,  # [rows]; result row i is the file's row_order[i]
+        row_order: np.ndarray | None = None,  # [rows]; result row i is the file's row_order[i]
+        low: int = 0,
+        high: int | None = None,
     ) -> torch.Tensor:
-        """The tensor dequantised to `dtype`, in memory of its own."""
+        """Rows [low, high) of the first dimension, dequantised to `dtype`, in memory of their own."""
         tensor = self.tensors[name]
-        rows = self._stored_rows(tensor)
-        if row_order is not None:
-            rows = rows[np.asarray(row_order)]
-        out = torch.empty(tensor.shape, dtype=dtype)
-        flat = out.view(len(rows), -1)
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            chunk = rows[start : start + _ROWS_AT_ONCE]
-            flat[start : start + len(chunk)] = torch.from_numpy(self._dequantise(tensor, chunk))
+        high = tensor.shape[0] if high is None else high
+        if len(tensor.shape) == 1:
+            whole = self._dequantise(tensor, self._lines(tensor, 0, 1)).reshape(-1)
+            return torch.from_numpy(whole if row_order is None else whole[row_order])[low:high].to(dtype, copy=True)
+        deep = math.prod(tensor.shape[1:-1])
+        out = torch.empty((high - low, *tensor.shape[1:]), dtype=dtype)
+        flat = out.view(-1, tensor.shape[-1])
+        for start in range(0, len(flat), _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, len(flat))
+            lines = self._lines(tensor, low * deep + start, low * deep + end, row_order)
+            flat[start:end] = torch.from_numpy(self._dequantise(tensor, lines))
         return out
 
-    def blocks(self, name: str, row_order: np.ndarray | None = None) -> Blocks | None:
-        """The tensor's 4-bit blocks as they are stored, None where it is stored otherwise; `row_order` as in `read`."""
+    def has_blocks(self, name: str) -> bool:
+        """Whether the tensor is a matrix stored in 4-bit blocks."""
         tensor = self.tensors[name]
-        if tensor.kind not in FOUR_BITS or len(tensor.shape) != 2:
-            return None
-        rows = self._stored_rows(tensor)
-        return read_blocks(rows if row_order is None else rows[row_order], tensor.kind)
+        return tensor.kind in FOUR_BITS and len(tensor.shape) == 2
 
-    def _stored_rows(self, tensor: GGUFTensor) -> np.ndarray:
-        """The tensor's bytes, one line per row of the last dimension (a vector is one value per row)."""
-        data = self._bytes[tensor.offset : tensor.offset + tensor.size_bytes]
-        count = tensor.shape[0] if len(tensor.shape) == 1 else int(np.prod(tensor.shape[:-1]))
-        block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
-        if len(tensor.shape) == 1 and block > 1:
-            count = 1
-        return data.reshape(count, -1)
+    def blocks(self, name: str, row_order: np.ndarray | None, low: int, high: int) -> Blocks:
+        """Rows [low, high) of a tensor that `has_blocks`, as its blocks; `row_order` as in `read`."""
+        tensor = self.tensors[name]
+        return read_blocks(self._lines(tensor, low, high, row_order), tensor.kind)
+
+    def _lines(self, tensor: GGUFTensor, low: int, high: int, row_order: np.ndarray | None = None) -> np.ndarray:
+        """[high - low, bytes]: lines as the file has them, one per row of the last dimension."""
+        size = tensor.size_bytes // math.prod(tensor.shape[:-1])
+        if row_order is None:
+            return read_bytes(self.path, tensor.offset + low * size, (high - low) * size).reshape(high - low, size)
+        order = row_order[low:high]
+        first, last = int(order.min()), int(order.max()) + 1
+        return self._lines(tensor, first, last)[order - first]
 
     def _dequantise(self, tensor: GGUFTensor, rows: np.ndarray) -> np.ndarray:
         if tensor.kind is gguf.GGMLQuantizationType.F64:
@@ -147,16 +149,11 @@ class GGUFFile:
                 "cannot dequantise; use a file quantised as Q8_0, Q6_K, Q5_K or Q4_K."
             ) from error
 
-    @cached_property
-    def _bytes(self) -> np.ndarray:
-        return np.frombuffer(self._map, dtype=np.uint8)
-
 
 def _map_file(path: Path) -> mmap.mmap:
-    """The file mapped copy-on-write: never written, and torch takes its pages without complaint."""
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise ModelNotFound(f"there is no file {path}; check the path.") from error
     except ValueError as error:
@@ -175,9 +172,7 @@ class _Header:
         self._at = 4
         version = self._scalar("<I")
         if version not in (2, 3):
-            raise UnsupportedModel(
-                f"{path} has GGUF version {version} (or big-endian data); allowed: 2 and 3."
-            )
+            raise UnsupportedModel(f"{path} has GGUF version {version} (or big-endian data); allowed: 2 and 3.")
         tensor_count, pair_count = self._scalar("<Q"), self._scalar("<Q")
         self.metadata = self._pairs(pair_count)
         entries = [self._tensor_entry() for _ in range(self._plausible(tensor_count))]
@@ -212,9 +207,7 @@ class _Header:
         for extent in shape:
             count *= extent
         if not shape or count == 0 or shape[-1] % block:
-            raise ModelFormatError(
-                f"{self._path}: tensor {name} has shape {shape}, impossible for {kind.name}."
-            )
+            raise ModelFormatError(f"{self._path}: tensor {name} has shape {shape}, impossible for {kind.name}.")
         return GGUFTensor(name, shape, kind, start + offset, count // block * block_bytes)
 
     def _value(self, kind: int) -> Any:

@@ -9,10 +9,7 @@ does not know is refused by name, never skipped.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,9 +20,10 @@ from paceline.decode.model.experts import join_gate_and_up
 from paceline.decode.model.families import one_line, refuse_architecture
 from paceline.decode.model.gguf_file import GGUFFile
 from paceline.decode.model.gguf_rotary import ROTARY_FACTORS, gguf_rotary, shortest
+from paceline.decode.model.stored import Stored
 from paceline.errors import ModelFormatError, UnsupportedModel
 
-__all__ = ["StoredWeights", "gguf_config", "gguf_tensors"]
+__all__ = ["gguf_config", "gguf_tensors"]
 
 _MODEL_TYPES = {
     "llama": "llama",
@@ -73,7 +71,6 @@ _OF_FAMILY = {  # beside or instead of those of `_IN_LAYER`
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_READERS = 8  # threads at most; numpy lets go of the interpreter lock in its loops
 
 
 def gguf_config(file: GGUFFile) -> Any:
@@ -182,45 +179,28 @@ def _special_ids(file: GGUFFile) -> dict[str, int | None]:
     return {name: file.get(f"tokenizer.ggml.{key}_token_id", int) for name, key in keys.items()}
 
 
-def gguf_tensors(
-    file: GGUFFile, config: Any, dtype: torch.dtype, progress: Callable[[str], None] | None
-) -> dict[str, torch.Tensor]:
-    """Every weight of `file` in `dtype` under its Hugging Face name, one at a time off the disk."""
-    kind = config.model_type
-    names = {_target_name(file, name, kind): name for name in file.tensors if name not in ROTARY_FACTORS}
-    plus_one = kind in ("gemma2", "gemma3_text")
-
-    def read(name: str) -> torch.Tensor:
-        if plus_one and name.endswith("norm.weight"):
-            return (file.read(name, torch.float32) - 1.0).to(dtype)
-        return file.read(name, dtype, _row_order(name, file.tensors[name].shape[0], config))
-
-    tensors: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _READERS)) as pool:
-        for target, tensor in zip(names, pool.map(read, names.values()), strict=True):
-            if progress is not None and len(tensors) % max(len(names) // 20, 1) == 0:
-                progress(f"reading {file.path.name}: {len(tensors)} of {len(names)} tensors")
-            tensors[target] = tensor
-    return join_gate_and_up(tensors)
+def gguf_tensors(file: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, Stored]:
+    """Every weight of `file` in `dtype` under its Hugging Face name, still on the disk."""
+    names = [name for name in file.tensors if name not in ROTARY_FACTORS]
+    for name in {file.tensors[name].kind: name for name in names}.values():
+        file.read(name, dtype, high=1)  # a kind that cannot be dequantised is refused before anything is loaded
+    return join_gate_and_up({_target_name(file, n, config.model_type): _stored(file, n, config, dtype) for n in names})
 
 
-class StoredWeights:
-    """How the file has its weights, by their Hugging Face names."""
+def _stored(file: GGUFFile, name: str, config: Any, dtype: torch.dtype) -> Stored:
+    tensor = file.tensors[name]
+    order = _row_order(name, tensor.shape[0], config)
+    plus_one = config.model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight")
 
-    def __init__(self, file: GGUFFile, config: Any) -> None:
-        self._file, self._config = file, config
-        names = (name for name in file.tensors if name not in ROTARY_FACTORS)
-        self._names = {_target_name(file, name, config.model_type): name for name in names}
+    def rows(low: int, high: int) -> torch.Tensor:
+        if plus_one:
+            return (file.read(name, torch.float32, None, low, high) - 1.0).to(dtype)
+        return file.read(name, dtype, order, low, high)
 
-    def blocks(self, name: str) -> Blocks | None:
-        """The 4-bit blocks of a weight, None where the file has it otherwise."""
-        stored = self._names[name]
-        order = _row_order(stored, self._file.tensors[stored].shape[0], self._config)
-        return self._file.blocks(stored, order)
+    def blocks(low: int, high: int) -> Blocks:
+        return file.blocks(name, order, low, high)
 
-    def more_bits(self, name: str) -> bool:
-        """Whether the file has a weight in 5 to 8 bits."""
-        return self._file.tensors[self._names[name]].kind in MORE_BITS
+    return Stored(tensor.shape, rows, blocks if file.has_blocks(name) else None, tensor.kind in MORE_BITS)
 
 
 def _target_name(file: GGUFFile, name: str, kind: str) -> str:

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.decode.model.blocks import BLOCK, Blocks, quantise_int4
+from paceline.decode.model.blocks import BLOCK, Blocks
+from paceline.decode.model.stored import Stored, blocks_of, parts_of
 
 __all__ = ["Form", "Int4Weight", "Int8Weight", "Linear"]
 
 _PACK_ROWS = 16  # the row count oneDNN lays the weight out for: a verify block
-_PART = 256  # rows quantised at once
 _INT4_ROWS = 16  # a multiple of as many outputs is what the int4 kernel takes
 
 
@@ -46,8 +46,8 @@ class Form(StrEnum):
 class Int8Weight:
     """[n, k] as whole numbers from -127 to 127 with a scale (bfloat16) for every output."""
 
-    def __init__(self, weight: Tensor) -> None:
-        parts = [_int8(part) for part in weight.split(_PART)]
+    def __init__(self, weight: Stored) -> None:
+        parts = [_int8(weight.rows(*part)) for part in parts_of(weight.shape[0])]
         self.whole, self.scale = (torch.cat(both) for both in zip(*parts, strict=True))
         self.nbytes = self.whole.numel() + self.scale.numel() * 2
 
@@ -62,9 +62,8 @@ class Int8Weight:
 class Int4Weight:
     """[n, k] as whole numbers from 0 to 15 with a scale and a middle (bfloat16) for every 32 of an output's inputs."""
 
-    def __init__(self, weight: Tensor) -> None:
-        parts = [quantise_int4(part) for part in weight.split(_PART)]
-        blocks = Blocks(*(torch.cat([getattr(p, name) for p in parts]) for name in ("whole", "scale", "least")))
+    def __init__(self, weight: Stored) -> None:
+        blocks = Blocks.cat([blocks_of(weight, *part) for part in parts_of(weight.shape[0])])
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(blocks.whole.int(), 1)
         middle = blocks.least.float() + 8 * blocks.scale.float()  # the kernel takes 8 from the whole numbers
         self._scales = torch.stack([blocks.scale.float(), middle], -1).transpose(0, 1).bfloat16().contiguous()
@@ -74,27 +73,27 @@ class Int4Weight:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, BLOCK, self._scales)
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
-        return weight.shape[0] % _INT4_ROWS == 0 and weight.shape[1] % BLOCK == 0
+    def takes(weight: Stored) -> bool:
+        """Of a file that has more bits, more are kept."""
+        return not weight.more_bits and weight.shape[0] % _INT4_ROWS == 0 and weight.shape[1] % BLOCK == 0
 
 
 class Linear:
     """y = x W^T + b for x [rows, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, form: Form = Form.PACKED) -> None:
+    def __init__(self, weight: Stored, bias: Tensor | None = None, *, form: Form = Form.PACKED) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.nbytes = weight.numel() * weight.element_size()
         self.weight: Int8Weight | Int4Weight | None = None
         self._product: Callable[[Tensor], Tensor]
         if form in (Form.INT8, Form.INT4):
             self.weight = Int4Weight(weight) if form is Form.INT4 and Int4Weight.takes(weight) else Int8Weight(weight)
             self.nbytes = self.weight.nbytes
             self._product = self._whole(self.weight, bias)
-        elif form is Form.PACKED and (packed := _pack(weight)) is not None:
-            self._product = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         else:
-            self._product = lambda x: F.linear(x, weight, bias)
+            floats = weight.read()
+            self.nbytes = floats.numel() * floats.element_size()
+            self._product = _float_product(floats, bias, pack=form is Form.PACKED)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -108,6 +107,12 @@ class Linear:
     @staticmethod
     def _whole(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return weight if bias is None else lambda x: weight(x).add_(bias)
+
+
+def _float_product(weight: Tensor, bias: Tensor | None, pack: bool) -> Callable[[Tensor], Tensor]:
+    if pack and (packed := _pack(weight)) is not None:
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,9 @@ keys and values are read once and never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from paceline.decode.model.linear import Form, Int8Weight, Linear
 from paceline.decode.model.rope import Rotations
 from paceline.decode.model.rows import find_row_policy
 from paceline.decode.model.step import AttentionGroup, Geometry, Ring, RowPolicy, StepInputs
+from paceline.decode.model.stored import Stored, StoredTensors, join
 from paceline.errors import ModelFormatError, UnsupportedModel
 
 __all__ = ["LlamaDecoder"]
@@ -76,7 +78,7 @@ class LlamaDecoder:
     """
 
     def __init__(
-        self, config: Any, tensors: dict[str, Tensor], device: torch.device, *, form: Form = Form.PACKED
+        self, config: Any, tensors: MutableMapping[str, Tensor], device: torch.device, *, form: Form = Form.PACKED
     ) -> None:
         check_family(config, "this")
         self.config = config
@@ -85,13 +87,14 @@ class LlamaDecoder:
         self.heads, self.kv_heads, self.head_dim = features.heads, features.kv_heads, features.head_dim
         self.layers_count = config.num_hidden_layers
         self.max_positions = config.max_position_embeddings
-        take = _Taker(tensors, device)
+        take = _Taker(StoredTensors.of(tensors), device)
         self.embedding = take("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype
-        self.layers = [self._layer(take, i, form) for i in range(self.layers_count)]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            self.layers = list(pool.map(lambda i: self._layer(take, i, form), range(self.layers_count)))
         self.norm = self._norm_weight(take("model.norm.weight"))
         head = take.optional("lm_head.weight")
-        self.head = Linear(self.embedding if head is None else head, form=form.of_head)
+        self.head = Linear(Stored.of(self.embedding) if head is None else head, form=form.of_head)
         held = self.head.weight if head is None else None
         self._embeddings_of_head = held if isinstance(held, Int8Weight) else None
         if self._embeddings_of_head is not None:
@@ -237,8 +240,8 @@ class LlamaDecoder:
     def _mlp(self, take: _Taker, prefix: str, routing: Routing | None, form: Form) -> _Dense | Experts:
         activation = ACTIVATIONS[self.features.activation]
         if routing is not None:
-            gate_up, down = take(prefix + "experts.gate_up_proj"), take(prefix + "experts.down_proj")
-            return Experts(routing, take(prefix + "gate.weight"), gate_up, down, activation, form)
+            gate_up, down = take.stored(prefix + "experts.gate_up_proj"), take.stored(prefix + "experts.down_proj")
+            return Experts(routing, take.stored(prefix + "gate.weight"), gate_up, down, activation, form)
         parts = ("gate_up_proj",) if self.features.fused else ("gate_proj", "up_proj")
         return _Dense(take.joined(prefix, parts, form), take.joined(prefix, ("down_proj",), form), activation)
 
@@ -246,26 +249,33 @@ class LlamaDecoder:
 class _Taker:
     """Hands out tensors by name and knows what is missing and what was left over."""
 
-    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: StoredTensors, device: torch.device) -> None:
         self._tensors, self._device = tensors, device
 
     def __call__(self, name: str) -> Tensor:
-        tensor = self.optional(name)
-        if tensor is None:
-            raise ModelFormatError(f"the model has no tensor {name}; the files are incomplete")
-        return tensor
+        return self.stored(name).read()
 
-    def optional(self, name: str) -> Tensor | None:
-        tensor = self._tensors.pop(name, None)
-        return None if tensor is None else tensor.to(self._device)
+    def stored(self, name: str) -> Stored:
+        stored = self.optional(name)
+        if stored is None:
+            raise ModelFormatError(f"the model has no tensor {name}; the files are incomplete")
+        return stored
+
+    def optional(self, name: str) -> Stored | None:
+        stored = self._tensors.take(name)
+        if stored is None or self._device.type == "cpu":
+            return stored
+        rows, device = stored.rows, self._device
+        return replace(stored, rows=lambda low, high: rows(low, high).to(device))
 
     def joined(self, prefix: str, names: Sequence[str], form: Form) -> Linear:
         """One product of the weights of all `names`, with their biases where the first has one."""
-        weights = [self(f"{prefix}{name}.weight") for name in names]
-        bias = self.optional(f"{prefix}{names[0]}.bias")
-        if bias is not None:
-            bias = torch.cat([bias, *(self(f"{prefix}{name}.bias") for name in names[1:])])
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias, form=form)
+        weight = join([self.stored(f"{prefix}{name}.weight") for name in names])
+        first = self.optional(f"{prefix}{names[0]}.bias")
+        if first is None:
+            return Linear(weight, form=form)
+        bias = join([first, *(self.stored(f"{prefix}{name}.bias") for name in names[1:])])
+        return Linear(weight, bias.read(), form=form)
 
     def finish(self) -> None:
         left = [n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")]

@@ -7,13 +7,15 @@ repository is never run either.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.decode.model.families import one_line
+from paceline.decode.model.stored import Stored, read_bytes
 from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import ModelFormatError, UnsupportedModel
 
@@ -24,6 +26,7 @@ _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Computed from the config, and saved by old releases of Transformers.
 _RECOMPUTED = ".rotary_emb.inv_freq"
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def folder_config(folder: Path) -> Any:
@@ -33,9 +36,7 @@ def folder_config(folder: Path) -> Any:
 
     values = read_json(folder, "config.json")
     if not isinstance(values.get("model_type"), str):
-        raise ModelFormatError(
-            f"{folder / 'config.json'} names no model_type; it is not a language model's config."
-        )
+        raise ModelFormatError(f"{folder / 'config.json'} names no model_type; it is not a language model's config.")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -45,30 +46,39 @@ def folder_config(folder: Path) -> Any:
         ) from error
 
 
-def folder_tensors(
-    folder: Path, dtype: torch.dtype, progress: Callable[[str], None] | None
-) -> dict[str, torch.Tensor]:
-    """Every weight in `folder` in `dtype` under its own name, one at a time off the disk."""
+def folder_tensors(folder: Path, dtype: torch.dtype) -> dict[str, Stored]:
+    """Every weight in `folder` in `dtype` under its own name, still on the disk."""
     from safetensors import SafetensorError, safe_open
 
-    tensors: dict[str, torch.Tensor] = {}
-    files = _weight_files(folder)
-    for number, path in enumerate(files, start=1):
-        if progress is not None:
-            progress(f"reading {path.name}: {number} of {len(files)} files")
+    tensors: dict[str, Stored] = {}
+    for path in _weight_files(folder):
         try:
-            with safe_open(path, framework="pt", device="cpu") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    if not name.endswith(_RECOMPUTED):
-                        tensors[name] = _as_dtype(opened.get_tensor(name), dtype)
+            with safe_open(path, framework="pt", device="cpu"):  # checks the header against the file
+                tensors |= _stored(path, dtype)
         except (SafetensorError, OSError) as error:
             raise ModelFormatError(f"{path} cannot be read ({error}); download it again.") from error
     return tensors
 
 
-def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in `dtype`, never a view of the mapped file."""
-    return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
+def _stored(path: Path, dtype: torch.dtype) -> dict[str, Stored]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    entries = {n: e for n, e in header.items() if n != "__metadata__" and not n.endswith(_RECOMPUTED)}
+    return {name: _entry(path, name, entry, 8 + size, dtype) for name, entry in entries.items()}
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any], start: int, dtype: torch.dtype) -> Stored:
+    if entry["dtype"] not in _FLOATS:
+        raise UnsupportedModel(f"{path}: {name} is stored as {entry['dtype']}; allowed: {', '.join(_FLOATS)}.")
+    kind, shape = _FLOATS[entry["dtype"]], tuple(entry["shape"])
+    offset, row = start + entry["data_offsets"][0], math.prod(shape[1:]) * kind.itemsize
+
+    def rows(low: int, high: int) -> torch.Tensor:
+        data = torch.from_numpy(read_bytes(path, offset + low * row, (high - low) * row))
+        return data.view(kind).view(-1, *shape[1:]).to(dtype)
+
+    return Stored(shape, rows)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -79,8 +89,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / str(name) for name in names.values()})
         if absent := [f.name for f in files if not f.is_file()]:
             raise ModelFormatError(
-                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download "
-                "it again."
+                f"{folder} lacks {', '.join(absent[:3])} ({len(absent)} of {len(files)} parts); download it again."
             )
         return files
     if (folder / _WHOLE).is_file():
@@ -158,9 +167,7 @@ def read_json(folder: Path, name: str) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelFormatError(
-            f"{folder} has no {name}; a model folder has one beside its weights."
-        ) from error
+        raise ModelFormatError(f"{folder} has no {name}; a model folder has one beside its weights.") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelFormatError(f"{path} is not readable JSON ({error}); download it again.") from error
     if not isinstance(value, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,19 +19,17 @@ from torch import Tensor
 from paceline.decode.cache import KVCache
 from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.features import Features, features_of
-from paceline.decode.model.gguf_model import StoredWeights
 from paceline.decode.model.rope import Rotations
 from paceline.decode.model.step import Geometry, RowPolicy, StepInputs
+from paceline.decode.model.stored import Stored, StoredTensors, join
 from paceline.decode.native.build import library
 from paceline.decode.native.weights import (
     GROUP,
     Kind,
     Packed,
     ProductStruct,
-    Weight,
     interleave,
     interleave_bias,
-    join,
     pack,
 )
 from paceline.errors import ModelFormatError, UnsupportedModel
@@ -107,20 +105,18 @@ class NativeDecoder:
     """A `TargetModel` whose pass is `decoder.cpp`'s. Stateless but for tables of rotations and scratch memory.
 
     config    a transformers config for which `why_not_native` has nothing to say
-    tensors   Hugging Face parameter names; consumed (popped) so that no weight is held twice
-    kind      how products are held
+    tensors   Hugging Face parameter names; consumed, so that no weight is held twice
+    kind      how products are held; INT4 takes over the 4-bit blocks of a file, and is INT8 where it has more bits
     threads   of a pass
-    stored    how the file has the weights: INT4 takes over its 4-bit blocks, and is INT8 where the file has more bits
     """
 
     def __init__(
         self,
         config: Any,
-        tensors: dict[str, Tensor],
+        tensors: MutableMapping[str, Tensor],
         kind: Kind,
         *,
         threads: int,
-        stored: StoredWeights | None = None,
     ) -> None:
         if why := why_not_native(config):
             raise UnsupportedModel(f"the compiled decoder cannot run this model: {why}")
@@ -130,7 +126,8 @@ class NativeDecoder:
         self.max_positions, self.vocab_width = config.max_position_embeddings, config.vocab_size
         self._library = library()
         self._kept: list[Tensor] = []
-        self._load(_Loader(self._library, tensors, kind, stored), tensors, threads)
+        stored = StoredTensors.of(tensors)
+        self._load(_Loader(self._library, stored, kind), "lm_head.weight" not in stored, threads)
         features = self.features
         self.rotations = Rotations(config, features.layer_types, torch.float32, self.device)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -141,11 +138,10 @@ class NativeDecoder:
         self.row_policy = _POLICY
         self._caches: tuple[weakref.ref[KVCache], int, Any] | None = None
 
-    def _load(self, loader: _Loader, tensors: dict[str, Tensor], threads: int) -> None:
+    def _load(self, loader: _Loader, tied: bool, threads: int) -> None:
         features = self.features
-        head_name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
-        tied = head_name != "lm_head.weight"
-        embedding = None if tied else loader.take("model.embed_tokens.weight").to(torch.bfloat16).contiguous()
+        head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        embedding = None if tied else loader.take("model.embed_tokens.weight").read().to(torch.bfloat16).contiguous()
         norm = loader.norm("model.norm.weight")
         layers = (_LayerStruct * self.layers_count)()
         with ThreadPoolExecutor(max(threads, 1)) as pool:
@@ -274,23 +270,17 @@ def _rotary_width(config: Any, features: Features) -> int:
 class _Loader:
     """Takes tensors by name, packs them, and knows what is missing and what was left over."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        tensors: dict[str, Tensor],
-        kind: Kind,
-        stored: StoredWeights | None,
-    ) -> None:
-        self._library, self._tensors, self._kind, self._stored = library, tensors, kind, stored
+    def __init__(self, library: ctypes.CDLL, tensors: StoredTensors, kind: Kind) -> None:
+        self._library, self._tensors, self._kind = library, tensors, kind
 
-    def take(self, name: str) -> Tensor:
-        tensor = self._tensors.pop(name, None)
-        if tensor is None:
+    def take(self, name: str) -> Stored:
+        stored = self._tensors.take(name)
+        if stored is None:
             raise ModelFormatError(f"the model has no tensor {name}; the files are incomplete")
-        return tensor
+        return stored
 
     def norm(self, name: str) -> Tensor:
-        return self.take(name).float().contiguous()
+        return self.take(name).read().float().contiguous()
 
     def finish(self) -> None:
         left = [n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")]
@@ -322,37 +312,27 @@ class _Loader:
         return pack(self._library, self.take(name), kind)
 
     def _product(self, prefix: str, names: Sequence[str]) -> Packed:
-        weight, kind = self._joined([f"{prefix}{name}.weight" for name in names])
-        return pack(self._library, weight, kind, self._bias(prefix, names))
+        weight = join([self.take(f"{prefix}{name}.weight") for name in names])
+        return self._packed(weight, self._bias(prefix, names))
 
     def _gated(self, prefix: str, fused: bool) -> Packed:
         if fused:  # Phi-3's file has gate and up as one
-            halves = self.take(prefix + "gate_up_proj.weight").chunk(2)
-            return pack(self._library, interleave(*halves), self._kind)
+            both = self.take(prefix + "gate_up_proj.weight")
+            inner = both.shape[0] // 2
+            return self._packed(interleave(both.part(0, inner), both.part(inner, 2 * inner)), None)
         names = ("gate_proj", "up_proj")
-        kind, (gate, up) = self._weights([f"{prefix}{name}.weight" for name in names])
+        gate, up = (self.take(f"{prefix}{name}.weight") for name in names)
         bias = self._bias(prefix, names)
-        if bias is not None:
-            bias = interleave_bias(*bias.chunk(2))
-        return pack(self._library, interleave(gate, up), kind, bias)
+        return self._packed(interleave(gate, up), None if bias is None else interleave_bias(*bias.chunk(2)))
 
-    def _joined(self, names: Sequence[str]) -> tuple[Weight, Kind]:
-        kind, parts = self._weights(names)
-        return join(parts), kind
-
-    def _weights(self, names: Sequence[str]) -> tuple[Kind, list[Weight]]:
-        """The weights of one product; 4-bit blocks as they are where all of them are such."""
-        floats = [self.take(name) for name in names]
-        if self._kind is not Kind.INT4 or self._stored is None:
-            return self._kind, list(floats)
-        if any(self._stored.more_bits(name) for name in names):
-            return Kind.INT8, list(floats)
-        found = [blocks for name in names if (blocks := self._stored.blocks(name)) is not None]
-        return Kind.INT4, list(found if len(found) == len(names) else floats)
+    def _packed(self, weight: Stored, bias: Tensor | None) -> Packed:
+        """Of a file that has more than 4 bits, more are kept."""
+        more = self._kind is Kind.INT4 and weight.more_bits
+        return pack(self._library, weight, Kind.INT8 if more else self._kind, bias)
 
     def _bias(self, prefix: str, names: Sequence[str]) -> Tensor | None:
-        found = [self._tensors.pop(f"{prefix}{name}.bias", None) for name in names]
-        parts = [bias for bias in found if bias is not None]
+        found = [self._tensors.take(f"{prefix}{name}.bias") for name in names]
+        parts = [bias.read() for bias in found if bias is not None]
         if parts and len(parts) < len(found):
             raise UnsupportedModel(f"only some of {prefix}{', '.join(names)} have a bias")
         return torch.cat(parts) if parts else None

@@ -9,7 +9,7 @@ int4       whole numbers from 0 to 15, a scale and a minimum (float16) for every
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import mmap
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.decode.model.blocks import BLOCK, Blocks, quantise_int4
+from paceline.decode.model.blocks import BLOCK, Blocks
+from paceline.decode.model.stored import Stored, blocks_of, parts_of
 
 __all__ = [
     "GROUP",
@@ -25,16 +26,12 @@ __all__ = [
     "Kind",
     "Packed",
     "ProductStruct",
-    "Weight",
     "interleave",
     "interleave_bias",
-    "join",
     "pack",
 ]
 
 LANES, GROUP = 16, BLOCK  # as in decoder.cpp
-_ROWS = 4096  # quantised at once
-_ALIGNMENT = 64
 
 
 class Kind(IntEnum):
@@ -43,9 +40,6 @@ class Kind(IntEnum):
     BF16 = 0
     INT8 = 1
     INT4 = 2
-
-
-Weight = Tensor | Blocks
 
 
 class ProductStruct(ctypes.Structure):
@@ -72,26 +66,26 @@ class Packed:
     held: tuple[Tensor, ...] = field(repr=False)
 
 
-def join(parts: Sequence[Weight]) -> Weight:
-    """Weights of several products that read the same, one below the other; all blocks, or all floats."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(part, Blocks) for part in parts):
-        blocks = [part for part in parts if isinstance(part, Blocks)]
+def interleave(gate: Stored, up: Stored) -> Stored:
+    """Blocks of 16 outputs of `gate` and of `up` in turn; read by whole pairs of blocks."""
+
+    def halves(low: int, high: int) -> tuple[int, int]:
+        assert low % (2 * LANES) == high % (2 * LANES) == 0, f"rows {low} to {high} cut a pair of blocks"
+        return low // 2, high // 2
+
+    def blocks(low: int, high: int) -> Blocks:
+        assert gate.blocks is not None and up.blocks is not None
+        ours, theirs = gate.blocks(*halves(low, high)), up.blocks(*halves(low, high))
         return Blocks(
-            torch.cat([b.whole for b in blocks]),
-            torch.cat([b.scale for b in blocks]),
-            torch.cat([b.least for b in blocks]),
+            _turns(ours.whole, theirs.whole), _turns(ours.scale, theirs.scale), _turns(ours.least, theirs.least)
         )
-    return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
-
-def interleave(gate: Weight, up: Weight) -> Weight:
-    """Blocks of 16 outputs of `gate` and of `up` in turn."""
-    if isinstance(gate, Blocks) and isinstance(up, Blocks):
-        return Blocks(_turns(gate.whole, up.whole), _turns(gate.scale, up.scale), _turns(gate.least, up.least))
-    assert isinstance(gate, Tensor) and isinstance(up, Tensor)
-    return _turns(gate, up)
+    return Stored(
+        (2 * gate.shape[0], gate.shape[1]),
+        lambda low, high: _turns(gate.rows(*halves(low, high)), up.rows(*halves(low, high))),
+        None if gate.blocks is None or up.blocks is None else blocks,
+        gate.more_bits or up.more_bits,
+    )
 
 
 def interleave_bias(gate: Tensor, up: Tensor) -> Tensor:
@@ -104,36 +98,26 @@ def _turns(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(blocks, 1).flatten(0, 2)
 
 
-def pack(library: ctypes.CDLL, weight: Weight, kind: Kind, bias: Tensor | None = None) -> Packed:
-    """`weight` [n, k] as `kind`; k is a multiple of 32. Blocks are packed as INT4 alone."""
-    rows, columns = (weight.whole if isinstance(weight, Blocks) else weight).shape
+def pack(library: ctypes.CDLL, weight: Stored, kind: Kind, bias: Tensor | None = None) -> Packed:
+    """`weight` [n, k] as `kind`, part by part; k is a multiple of 32."""
+    rows, columns = weight.shape
     assert columns % GROUP == 0, f"{columns} inputs"
     blocks = -(-rows // LANES)
     size = library.paceline_block_bytes(int(kind), columns)
     out = _aligned(blocks * size)
     held = [out]
+    scales = torch.zeros(blocks * LANES, columns // GROUP, dtype=torch.float16) if kind is Kind.INT8 else None
+    function = getattr(library, f"paceline_pack_{kind.name.lower()}")
+    for low, high in parts_of(rows):
+        tensors, steps = _as_packed(weight, kind, low, high)
+        at = ctypes.c_void_p(out.data_ptr() + low // LANES * size)
+        function(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), high - low, columns, at)
+        if scales is not None and steps is not None:
+            scales[low:high] = steps
     scale = None
-    if kind is Kind.BF16:
-        assert isinstance(weight, Tensor)
-        _into(library.paceline_pack_bf16, out, size, 0, rows, columns, weight.to(torch.bfloat16).contiguous())
-    elif kind is Kind.INT8:
-        assert isinstance(weight, Tensor)
-        steps = []
-        for low in range(0, rows, _ROWS):
-            groups = weight[low : low + _ROWS].float().view(-1, columns // GROUP, GROUP)
-            step = (groups.abs().amax(-1) / 127).half()
-            inverse = torch.where(step > 0, 1 / step.float(), 0.0)
-            whole = (groups * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-            steps.append(step)
-            _into(library.paceline_pack_int8, out, size, low, len(whole), columns, whole)
-        padded = F.pad(torch.cat(steps), (0, 0, 0, blocks * LANES - rows))
-        scale = padded.view(blocks, LANES, -1).transpose(1, 2).contiguous()
+    if scales is not None:
+        scale = scales.view(blocks, LANES, -1).transpose(1, 2).contiguous()
         held.append(scale)
-    else:
-        for low in range(0, rows, _ROWS):
-            some = _some(weight, low)
-            tensors = (some.whole.contiguous(), some.scale.contiguous(), some.least.contiguous())
-            _into(library.paceline_pack_int4, out, size, low, len(some.whole), columns, *tensors)
     if bias is not None:
         bias = F.pad(bias.float(), (0, blocks * LANES - rows))
         held.append(bias)
@@ -149,21 +133,19 @@ def pack(library: ctypes.CDLL, weight: Weight, kind: Kind, bias: Tensor | None =
     return Packed(struct, kind, sum(t.numel() * t.element_size() for t in held), tuple(held))
 
 
-def _some(weight: Weight, low: int) -> Blocks:
-    high = low + _ROWS
-    if isinstance(weight, Blocks):
-        return Blocks(weight.whole[low:high], weight.scale[low:high], weight.least[low:high])
-    return quantise_int4(weight[low:high])
-
-
-def _into(function: object, out: Tensor, size: int, low: int, rows: int, columns: int, *tensors: Tensor) -> None:
-    """Pack rows from `low` on, a multiple of LANES, to their place."""
-    at = ctypes.c_void_p(out.data_ptr() + low // LANES * size)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    function(*pointers, rows, columns, at)  # type: ignore[operator]
+def _as_packed(weight: Stored, kind: Kind, low: int, high: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """What decoder.cpp packs of these rows, and their scales where it wants them apart."""
+    if kind is Kind.BF16:
+        return (weight.rows(low, high).to(torch.bfloat16).contiguous(),), None
+    if kind is Kind.INT4:
+        some = blocks_of(weight, low, high)
+        return (some.whole.contiguous(), some.scale.contiguous(), some.least.contiguous()), None
+    groups = weight.rows(low, high).float().view(high - low, -1, GROUP)
+    step = (groups.abs().amax(-1) / 127).half()
+    inverse = torch.where(step > 0, 1 / step.float(), 0.0)
+    return ((groups * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8),), step
 
 
 def _aligned(size: int) -> Tensor:
-    memory = torch.zeros(size + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + size]
+    """A mapping of its own: lasting memory among what is read and dropped while a model loads would keep holes open."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
