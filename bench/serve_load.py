@@ -4,14 +4,16 @@
         [--leave 0.5] [--kill] [--again 8] [--max-tokens 128] [--speculation '{"draft": "none"}'] [--output FILE]
     python bench/serve_load.py --url http://HOST:PORT [--foreign] ...
 
-Each client asks for one chat answer after another, streamed, the package's own prompts in a fixed order, a temperature
-of 0 or 0.8 by turns. With `--leave P` a share P of the answers is left after a random number of chunks (0 to 40), by
-closing the connection. Between the stages the server must come to rest: nothing running, waiting or held in the cache
-within 10 s. Then `--again N` whole answers of the stage are asked for again, one at a time: the texts must be the same,
-whatever was preempted (a server with a small `--max-memory` does so). A line a stage: answers, tokens a second, time to
-first token and between deliveries by quantiles, refusals (429, waited for as told), failures, preemptions, and the
-memory of the process before and after (where `--serve` started it). `--kill` ends the server with SIGKILL in the middle
-of a last stage, starts it again on the same port, and asks it the first prompt again: the text must be the same.
+Each client asks for one chat answer after another, streamed, the package's own prompts in a fixed order over all
+clients, a temperature of 0 or 0.8 by turns. (A prompt that comes again may be drafted from its earlier answer: raise
+`--prompts` to have enough for all.) With `--leave P` a share P of the answers is left after a random number of chunks
+(0 to 40), by closing the connection. Between the stages the server must come to rest: nothing running, waiting or held
+in the cache within 10 s. Then `--again N` whole answers of the stage are asked for again, one at a time: the texts must
+be the same, whatever was preempted (a server with a small `--max-memory` does so). A line a stage: answers, tokens a
+second, time to first token and between deliveries by quantiles, refusals (429, waited for as told), failures,
+preemptions, and the memory of the process before and after (where `--serve` started it). `--kill` ends the server with
+SIGKILL in the middle of a last stage, starts it again on the same port, and asks it the first prompt again: the text
+must be the same.
 
 `--foreign` asks another server of the protocol: no field of ours, tokens by its `usage`, nothing read from its metrics.
 
@@ -30,7 +32,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +143,11 @@ class Server:
 class Client:
     """One client: answers one after another until the time is up."""
 
-    def __init__(self, server: Server, prompts: list[str], stage: Stage, args: argparse.Namespace, seed: int) -> None:
+    def __init__(
+        self, server: Server, prompts: list[str], stage: Stage, args: argparse.Namespace, numbers: Iterator[int]
+    ) -> None:
         self._url, self._prompts, self._stage, self._args = f"{server.url}/v1/chat/completions", prompts, stage, args
-        self._random = random.Random(seed)
-        self._next = seed
+        self._numbers = numbers  # of requests, shared by all clients
 
     async def run(self, until: float) -> None:
         limits = httpx.Timeout(STUCK_S)
@@ -155,10 +160,11 @@ class Client:
                     await asyncio.sleep(0.1)
 
     async def _ask(self, client: httpx.AsyncClient) -> None:
-        self._next += 1
-        leave_after = self._random.randrange(41) if self._random.random() < self._args.leave else None
+        number = next(self._numbers)
+        chance = random.Random(number)
+        leave_after = chance.randrange(41) if chance.random() < self._args.leave else None
         began = before = time.monotonic()
-        async with client.stream("POST", self._url, json=self._body(self._next)) as answer:
+        async with client.stream("POST", self._url, json=self._body(number)) as answer:
             if answer.status_code == 429:
                 self._stage.refused += 1
                 await asyncio.sleep(float(answer.headers["retry-after"]))
@@ -186,7 +192,7 @@ class Client:
             if not ended:
                 raise ValueError("the stream ended early")
             self._stage.answers += 1
-            self._stage.texts[self._next] = text
+            self._stage.texts[number] = text
 
     def _body(self, number: int) -> dict[str, Any]:
         body = body_of(number, self._prompts, self._args) | {"stream": True}
@@ -209,12 +215,14 @@ def body_of(number: int, prompts: list[str], args: argparse.Namespace) -> dict[s
     }
 
 
-async def run_stage(server: Server, prompts: list[str], clients: int, args: argparse.Namespace) -> Stage:
+async def run_stage(
+    server: Server, prompts: list[str], clients: int, args: argparse.Namespace, numbers: Iterator[int]
+) -> Stage:
     stage = Stage(clients, args.seconds)
     before = 0.0 if args.foreign else await asyncio.to_thread(server.metric, "num_preemptions_total")
     began = time.monotonic()
     until = began + args.seconds
-    await asyncio.gather(*(Client(server, prompts, stage, args, 1000 * i).run(until) for i in range(clients)))
+    await asyncio.gather(*(Client(server, prompts, stage, args, numbers).run(until) for _ in range(clients)))
     stage.seconds = time.monotonic() - began
     if args.foreign:
         return stage
@@ -237,7 +245,7 @@ async def kill_and_restart(server: Server, prompts: list[str], args: argparse.Na
     """Whether a server killed under load comes back with the same text."""
     before = ask_once(server, body_of(0, prompts, args))
     stage, until = Stage(4, 5.0), time.monotonic() + 5
-    load = asyncio.gather(*(Client(server, prompts, stage, args, i).run(until) for i in range(4)))
+    load = asyncio.gather(*(Client(server, prompts, stage, args, count(1)).run(until) for _ in range(4)))
     await asyncio.sleep(2)
     server.stop(signal.SIGKILL)
     await load
@@ -250,12 +258,12 @@ def main() -> int:
     prompts = ["\n\n".join([text] * args.repeat) for kind in OWN_KINDS for _, text in own_prompts(kind, args.prompts)]
     server = Server(args.url, args.serve)
     server.start()
-    lines = []
+    lines, numbers = [], count(1)
     try:
         ask_once(server, body_of(0, prompts, args))
         first_memory = server.memory_mb()
         for clients in (int(n) for n in args.clients.split(",")):
-            stage = asyncio.run(run_stage(server, prompts, clients, args))
+            stage = asyncio.run(run_stage(server, prompts, clients, args, numbers))
             lines.append(stage.line())
             print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
         same = asyncio.run(kill_and_restart(server, prompts, args)) if args.kill else None

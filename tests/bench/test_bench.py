@@ -249,6 +249,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_response(200 if "refuse" not in self.path else 503)
         self.end_headers()
         words = ["one ", "two ", body["messages"][0]["content"]]
+        words = [w.upper() if "shout" in self.path else w for w in words]
         events: list[Any] = [{"choices": [{"delta": {"content": w}}]} for w in words]
         if "broken" not in self.path:
             events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
@@ -287,7 +288,17 @@ def test_servers_are_measured_like_arms(server: str, prompts: str, capsys: pytes
     assert {a["messages"][0]["content"] for a in Scripted.asked} == {f"fox {i} {i} {i}" for i in range(3)}
     slow = next(c for c in s["cells"] if (c["arm"], c["kind"]) == ("slow", "copy"))
     assert slow["ratio"]["mean"] is not None and slow["compared"] == 3
-    assert any("as text" in note for note in s["notes"])
+    assert any("as text" in note for note in s["notes"]) and not any("asked" in note for note in s["notes"])
+
+
+def test_servers_that_say_something_else_are_told_by_the_character(
+    server: str, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "some-model", "--workload", prompts, "--prompts", "2", "--rounds", "2"]
+    assert main([*arguments, "--url", f"a={server}", "--url", f"b={server}/shout"]) == 0
+    said = capsys.readouterr().out
+    assert "8 of 8 texts part from a's\n" in said and "round 1: at character 0\n" in said
+    assert "note: prompts were asked 2 times" in said
 
 
 @pytest.mark.parametrize("path", ["/refuse", "/broken"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -310,6 +310,12 @@ def _notes(runs: Sequence[Run], names: Sequence[str], base: str) -> list[str]:
         notes.append(f"{rounds} rounds: intervals tell how prompts differ, not how one prompt's runs do (3 or more do)")
     if any(r.sample.text is not None for r in runs):
         notes.append("a server's answers are compared as text, and its tokens are those it counts itself")
+        times = max(Counter((r.key.arm, r.key.kind, r.key.prompt) for r in runs).values())
+        if times > 1:
+            notes.append(
+                f"prompts were asked {times} times: a server may have drafted from its own earlier answers, or kept "
+                "the prompt; to leave that out, start it anew for one --concurrency and --rounds 1"
+            )
     looping = looping_prompts(runs)
     if looping:
         notes.append(f"{len(looping)} prompts have an output that loops; every ratio is given without them too")

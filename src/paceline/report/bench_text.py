@@ -116,14 +116,21 @@ def _partings(s: Row) -> str:
     compared = sum(c["compared"] for c in s["cells"] if c["kind"] != "mix")
     if not found:
         return f"all {compared} texts compared are {s['base']}'s" if compared else ""
-    lines = [f"{len(found)} of {compared} texts part from {s['base']}'s, {len(unexcused(s))} of them at no near tie"]
+    told = f"{len(found)} of {compared} texts part from {s['base']}'s"
+    lines = [told if _servers(s) else f"{told}, {len(unexcused(s))} of them at no near tie"]
     for p in found[:_SHOWN]:
         gap = "gap unknown" if p["gap"] is None else f"gap {p['gap']:.2g}"
+        place = f"character {p['token']}" if _servers(s) else f"token {p['token']}, {gap}"
         lines.append(
             f"  {p['kind']} {p['prompt']}, {p['arm']}, T = {p['temperature']:g}, {p['concurrency']} at once, "
-            f"round {p['round'] + 1}: at token {p['token']}, {gap}"
+            f"round {p['round'] + 1}: at {place}"
         )
     return "\n".join(lines)
+
+
+def _servers(s: Row) -> bool:
+    """Whether texts were compared as such, and nothing is known of how near two tokens were."""
+    return "servers" in s["setup"]
 
 
 def _notes(s: Row) -> str:
