@@ -174,8 +174,8 @@ def main() -> int:
         most = ", ".join(f"{100 * max(shares):.1f} % at {b}" for b, shares in lost.items())
         every = [share for shares in lost.values() for share in shares]
         print(
-            f"\n{name}: median error {100 * statistics.median(errors[name]):.1f} %; D so chosen is within 3 % of the best in "
-            f"{sum(share <= 0.03 for share in every)} of {len(every)} cases, and loses at most {most}."
+            f"\n{name}: median error {100 * statistics.median(errors[name]):.1f} %; D so chosen is within 3 % of the "
+            f"best in {sum(share <= 0.03 for share in every)} of {len(every)} cases, and loses at most {most}."
         )
     return 0
 

@@ -171,9 +171,9 @@ def test_the_best_fixed_arm_is_picked_on_one_half_and_held_against_on_the_other(
 
 
 def test_time_saved_live_stands_beside_the_paired() -> None:
-    told = run("0", "auto", 1.5)
-    told = Run(told.key, replace(told.sample, saved_s=0.4))
-    results = [block(run("0", "plain", 2.0)), block(told)]
+    told = block(run("0", "auto", 1.5))
+    told = replace(told, times=replace(told.times, saved_s=0.4))
+    results = [block(run("0", "plain", 2.0)), told]
     s = summarise_bench(results, ARMS, {"model": "m", "processor": "p", "max_tokens": 20})
     auto = next(c for c in s["cells"] if c["arm"] == "auto")
     assert auto["saved"] == {"paired_s": 0.5, "live_s": 0.4} and "as reckoned live" in bench_text(s)

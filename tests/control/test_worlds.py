@@ -177,13 +177,15 @@ def test_plain_rounds_measured_on_purpose_are_few() -> None:
     assert 1 <= len(plain) <= 0.01 * len(log)
 
 
-def test_time_saved_is_what_was_saved() -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+def test_time_saved_is_what_was_saved(batch: int) -> None:
+    """Also where texts draft differently well, so that others share a round than would without drafting."""
     for acceptance, steps in ((0.8, FREE), (0.8, COSTLY), (0.3, FREE)):
         world = prices(0.04, steps)
-        texts = [text({0: drafts(lambda _, a=acceptance: a, 300, seed=s)}) for s in range(4)]
+        texts = [text({0: drafts(lambda _, a=acceptance, s=s: a * (0.4 + 0.2 * s), 300, seed=s)}) for s in range(4)]
         policy = controller(world, 1)
-        log = play(texts, policy, world)
-        saved = play(texts, Fixed(None, 0), world).seconds - log.seconds
+        log = play(texts, policy, world, batch)
+        saved = play(texts, Fixed(None, 0), world, batch).seconds - log.seconds
         assert policy.ledger.saved_s == pytest.approx(saved, rel=0.05, abs=0.01 * log.seconds)
 
 

@@ -75,7 +75,7 @@ def run(auto: AutoDrafter, until: int, budget: int = 8, step_s: float = 0.0) -> 
         proposals.append(proposal)
         rows, drafting = 1 + len(proposal), step_s * len(proposal) if proposal.drafter != "free" else 0.0
         whole = 1.0 + ROW * (rows - 1) + drafting
-        auto.settle(RoundFacts(rows, [rows], [at[-1]], [len(view.tokens) - at[-1]], drafting, whole))
+        auto.settle(RoundFacts([0], rows, [rows], [at[-1]], [len(view.tokens) - at[-1]], drafting, whole))
     loop.end(0)
     auto.check_idle()
     return proposals, at
@@ -166,7 +166,10 @@ outcomes = st.tuples(
 )
 
 
-@given(seen=st.lists(outcomes, max_size=400), confidence=st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=9))
+@given(
+    seen=st.lists(outcomes, max_size=400),
+    confidence=st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=9),
+)
 @settings(max_examples=60, deadline=None)
 def test_estimates_are_those_of_their_definition_and_survival_is_their_product(
     seen: list[tuple[int, float | None, bool, int]], confidence: list[float | None]

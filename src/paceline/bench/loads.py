@@ -49,18 +49,25 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Of a whole block: from the first request's start to the last token; tokens of all answers."""
+    """Of a whole block.
+
+    wall_s    from the first request's start to the last token
+    tokens    of all answers
+    rounds    those in which everything decoded
+    saved_s   against plain decoding that was not run, as the controller reckons live; None where none did
+    """
 
     wall_s: float
     tokens: int
     rounds: tuple[Rounds, ...] = ()
+    saved_s: float | None = None
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> BlockTimes:
-        return cls(row["wall_s"], row["tokens"], tuple(Rounds(**r) for r in row["rounds"]))
+        return cls(row["wall_s"], row["tokens"], tuple(Rounds(**r) for r in row["rounds"]), row["saved_s"])
 
 
 Load = Callable[[Block], tuple[list[Sample], BlockTimes]]
@@ -105,8 +112,8 @@ class EngineLoad:
         running: dict[str, _Running] = {}
         alive = 0
         self.records.clear()
-        began = self.clock()
-        ended = began
+        saved = self._saved_s()
+        began = ended = self.clock()
         while waiting or alive:
             while waiting and alive < block.concurrency:
                 request = waiting.pop(0)
@@ -123,8 +130,14 @@ class EngineLoad:
         for record in self.records:
             by_request[record.request].append(record)
         samples = [_sample(one, by_request[name]) for name, one in running.items()]
-        times = BlockTimes(ended - began, sum(s.tokens for s in samples), _rounds(self.records))
-        return samples, times
+        if saved is not None:
+            saved = (self._saved_s() or 0.0) - saved
+        return samples, BlockTimes(ended - began, sum(s.tokens for s in samples), _rounds(self.records), saved)
+
+    def _saved_s(self) -> float | None:
+        """What the controller has saved so far, where it chooses for this arm."""
+        auto = self.engine.drafters.auto
+        return None if auto is None or self.settings.draft_length is not None else auto.controller.ledger.saved_s
 
     def _request(self, block: Block, index: int) -> Request:
         prompt = block.prompts[index]
@@ -181,7 +194,6 @@ def _sample(one: _Running, records: Sequence[StepRecord]) -> Sample:
         target_s=sum(r.verify_s for r in rounds),
         draft_s=sum(r.draft_s for r in rounds),
         other_s=sum(r.other_s for r in rounds),
-        saved_s=stats.saved_s if one.choice.request.draft.draft_length is None else None,
         lengths=tuple(r.proposed for r in rounds),
         kept=tuple(r.accepted for r in rounds),
     )

@@ -96,7 +96,6 @@ class Sample:
     rounds ...  counters of the engine (`DecodeStats`), 0 for arms that have none
     target_s, draft_s, other_s   seconds of the decode rounds in target passes, spent drafting, elsewhere;
                 None for arms that do not say
-    saved_s         against plain decoding that was not run, as the controller reckons live; None where none did
     lengths, kept   by round: drafts proposed on the longest path, and accepted; empty for arms that do not say
     text, counted   what a server answered, and the tokens it says that was; None where `token_ids` tell
     """
@@ -115,7 +114,6 @@ class Sample:
     target_s: float | None = None
     draft_s: float | None = None
     other_s: float | None = None
-    saved_s: float | None = None
     lengths: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     text: str | None = None

@@ -115,21 +115,21 @@ def _cell(kind: str, group: Sequence[BlockResult], load: Load, arm: str, base: s
         "first_ratio": _ratio(paired_ratio(runs, arm, base, first_speed)),
         "acceptance_length": whole.acceptance_length,
         "tokens_per_round": whole.tokens_per_round,
-        "saved": _saved(runs, arm, base),
+        "saved": _saved(group, arm, base),
         "same": whole.same,
         "compared": whole.compared,
     }
 
 
-def _saved(runs: Sequence[Run], arm: str, base: str) -> dict[str, float] | None:
-    """Decode seconds saved over all runs: by the paired runs of the base, and as reckoned live; None where no
+def _saved(results: Sequence[BlockResult], arm: str, base: str) -> dict[str, float] | None:
+    """Seconds saved over all blocks: by the base's blocks of the same prompts, and as reckoned live; None where no
     controller did."""
-    plain = {r.key.pair: r.sample.decode_s for r in runs if r.key.arm == base}
-    own = [r for r in runs if r.key.arm == arm and r.key.pair in plain and r.sample.saved_s is not None]
+    plain = {r.key.pair: r.times.wall_s for r in results if r.key.arm == base}
+    own = [r for r in results if r.key.arm == arm and r.key.pair in plain and r.times.saved_s is not None]
     if not own or arm == base:
         return None
-    paired = sum(plain[r.key.pair] - r.sample.decode_s for r in own)
-    return {"paired_s": paired, "live_s": sum(r.sample.saved_s or 0.0 for r in own)}
+    paired = sum(plain[r.key.pair] - r.times.wall_s for r in own)
+    return {"paired_s": paired, "live_s": sum(r.times.saved_s or 0.0 for r in own)}
 
 
 def _throughput(results: Sequence[BlockResult]) -> float | None:

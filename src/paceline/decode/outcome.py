@@ -155,6 +155,7 @@ def settle(autos: Seq[AutoDrafter], batch: Seq[Sequence], outcomes: Seq[Outcome]
         return
     decoding = [i for i, outcome in enumerate(outcomes) if not outcome.prefill]
     facts = RoundFacts(
+        keys=[batch[i].view.key for i in decoding],
         rows=sum(1 + len(outcomes[i].proposal) for i in decoding),
         queries=[1 + len(outcomes[i].proposal) for i in decoding],
         contexts=[outcomes[i].context for i in decoding],

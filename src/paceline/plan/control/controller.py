@@ -100,7 +100,7 @@ class Controller:
             raise InvalidParameter("candidates", names, "one or more drafters of different names")
         self.drafters, self.cost, self.options = tuple(drafters), cost, options or ControlOptions()
         self.tables = [AcceptanceTable() if facts.free else AcceptanceTable(_MODEL_PRIOR) for facts in drafters]
-        self.ledger = Ledger(self.drafters, self.tables)
+        self.ledger = Ledger(self.drafters, self.tables, cost)
         self._factor = [1.0] * len(drafters)  # measured over expected drafting time, at the target's speed
         self._seen = [0] * len(drafters)  # the round in which each last drafted
         self._sequences: dict[int, _Sequence] = {}
@@ -357,7 +357,7 @@ class Controller:
             if self._since_plain >= self.options.plain_every:
                 self._plain_credit_s = 0.0
             self._since_plain = 0
-        return self.ledger.add(facts.emitted, plain_s, drafted_s + facts.draft_s, facts.draft_s)
+        return self.ledger.add(facts, plain_s, drafted_s + facts.draft_s)
 
 
 def _sharing(choices: Seq[Choice], drafter: int) -> list[int]:

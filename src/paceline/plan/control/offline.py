@@ -150,7 +150,7 @@ def _round(
     emitted = [_advance(*each, policy) for each in zip(running, choices, lengths, strict=True)]
     contexts = [r.context - e for r, e in zip(running, emitted, strict=True)]
     if isinstance(policy, Controller):
-        policy.settle(RoundFacts(sum(queries), queries, contexts, emitted, draft_s, whole_s))
+        policy.settle(RoundFacts([r.key for r in running], sum(queries), queries, contexts, emitted, draft_s, whole_s))
     return RoundLog(
         len(running), sum(lengths), sum(emitted), whole_s, slow * prices.passes.seconds(len(running), plain_keys)
     )

@@ -85,6 +85,7 @@ class Choice(NamedTuple):
 class RoundFacts:
     """A round that is over. Sequences are those that decoded, in one order.
 
+    keys       the sequences
     rows       of the pass, prompts not counted
     queries    rows of each sequence
     contexts   committed tokens of each before the round
@@ -94,6 +95,7 @@ class RoundFacts:
     prefill    prompt rows were in the pass: its time says nothing of decoding
     """
 
+    keys: Seq[int]
     rows: int
     queries: Seq[int]
     contexts: Seq[int]

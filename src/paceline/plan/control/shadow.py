@@ -1,0 +1,68 @@
+"""The plain decoding that is not run, as a simulation beside what is: what would its rounds have taken?
+
+The same sequences in the same order at the same places, each emitting a token a round. Which of them would share a
+round is not which do: who drafts well ends early here, and would have stayed beside the others there. So the shadow
+lags, and decodes a token once the engine has it; what it has not decoded yet is reckoned when somebody asks.
+Prompts are left out, as they cost the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from paceline.plan.control.cost import LiveCost
+
+__all__ = ["PlainShadow"]
+
+
+@dataclass(slots=True)
+class _Run:
+    """A sequence: tokens before its first round here, tokens that the engine emitted, and that the shadow did."""
+
+    context: int
+    emitted: int = 0
+    decoded: int = 0
+    ended: bool = False
+
+
+class PlainShadow:
+    """`cost` prices a round at the time at which the shadow runs it."""
+
+    def __init__(self, cost: LiveCost) -> None:
+        self._cost = cost
+        self._runs: dict[int, _Run] = {}  # by key, in the order of their first rounds
+        self._places, self._seconds = 1, 0.0
+
+    def add(self, keys: Seq[int], contexts: Seq[int], emitted: Seq[int]) -> None:
+        """A round of the engine: sequences, tokens of each before it, and tokens each emitted. Who is not in it any
+        more has ended."""
+        for run in self._runs.values():
+            run.ended = True
+        for key, context, tokens in zip(keys, contexts, emitted, strict=True):
+            run = self._runs.setdefault(key, _Run(context))
+            run.emitted, run.ended = run.emitted + tokens, False
+        self._places = max(self._places, len(keys))
+        self._seconds += self._decode(self._runs)
+
+    @property
+    def seconds(self) -> float:
+        """Of all tokens emitted so far, as if no more came."""
+        return self._seconds + self._decode({key: replace(run, ended=True) for key, run in self._runs.items()})
+
+    def _decode(self, runs: dict[int, _Run]) -> float:
+        """Run what can be run; the seconds it takes. Several rounds of the same sequences are priced in the middle."""
+        seconds, cost = 0.0, self._cost
+        while runs:
+            beside = list(islice(runs.items(), self._places))
+            if rounds := min(run.emitted - run.decoded for _, run in beside):
+                keys = sum(cost.keys(1, run.context + run.decoded + rounds // 2) for _, run in beside)
+                seconds += rounds * cost.seconds(len(beside), keys)
+            for key, run in beside:
+                run.decoded += rounds
+                if run.ended and run.decoded == run.emitted:
+                    del runs[key]
+            if any(run.decoded == run.emitted for _, run in beside if not run.ended):
+                break  # it waits for the engine
+        return seconds

@@ -1,0 +1,73 @@
+"""`PlainShadow` beside a plain engine run token by token, whatever order the drafting one emits in."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.plan.control.cost import LiveCost, StepTimes
+from paceline.plan.control.shadow import PlainShadow
+
+CONTEXT = 40
+
+
+def cost_of() -> LiveCost:
+    return LiveCost(StepTimes((1, 2, 16), (1.0, 1.3, 4.0), key_s=1e-4), largest=16)
+
+
+def plainly(tokens: list[int], places: int, cost: LiveCost) -> float:
+    """Seconds of rounds in which every running sequence emits a token; the next waits for a free place."""
+    waiting, running, seconds = deque(tokens), [], 0.0
+    while waiting or running:
+        while waiting and len(running) < places:
+            running.append([0, waiting.popleft()])
+        seconds += cost.seconds(len(running), sum(cost.keys(1, CONTEXT + done) for done, _ in running))
+        running = [[done + 1, left - 1] for done, left in running if left > 1]
+    return seconds
+
+
+@given(
+    rates=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=12), min_size=1, max_size=7),
+    places=st.integers(1, 4),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_it_takes_what_plain_decoding_of_the_same_tokens_would(
+    rates: list[list[int]], places: int, data: st.DataObject
+) -> None:
+    cost = cost_of()
+    shadow, waiting, running, at = PlainShadow(cost), deque(enumerate(rates)), {}, {}
+    while waiting or running:
+        while waiting and len(running) < places:
+            key, emits = waiting.popleft()
+            running[key], at[key] = deque(emits), CONTEXT
+        emitted = {key: emits.popleft() for key, emits in running.items()}
+        shadow.add(list(running), [at[key] for key in running], list(emitted.values()))
+        at = {key: at[key] + emitted.get(key, 0) for key in at}
+        running = {key: emits for key, emits in running.items() if emits}
+        if data.draw(st.booleans()):
+            assert shadow.seconds <= plainly([sum(r) for r in rates], places, cost) * 1.002
+    took = plainly([sum(r) for r in rates], min(places, len(rates)), cost)
+    assert shadow.seconds == pytest.approx(took, rel=2e-3), "contexts are taken at the middle of several rounds"
+    assert shadow.seconds == shadow.seconds, "asking changes nothing"
+
+
+def test_a_fast_sequence_does_not_make_the_slow_ones_look_dear() -> None:
+    """One of two ends at once: alone, a plain round of the other would cost more by token than beside it."""
+    cost = cost_of()
+    shadow = PlainShadow(cost)
+    shadow.add([0, 1], [CONTEXT, CONTEXT], [20, 1])
+    for round_index in range(19):
+        shadow.add([1], [CONTEXT + 1 + round_index], [1])
+    assert shadow.seconds == pytest.approx(plainly([20, 20], 2, cost), rel=1e-3)
+
+
+def test_a_sequence_that_was_away_goes_on() -> None:
+    cost = cost_of()
+    shadow = PlainShadow(cost)
+    for keys in ([0, 1], [0], [0, 1]):
+        shadow.add(keys, [CONTEXT] * len(keys), [1] * len(keys))
+    assert shadow.seconds == pytest.approx(plainly([3, 2], 2, cost), rel=2e-2)
