@@ -206,6 +206,17 @@ def test_arms_are_asked_in_turns_and_what_is_there_is_not_measured_again(tmp_pat
     assert {(m.arm, *m.place) for m in again} == {(m.arm, *m.place) for m in whole}
 
 
+def test_first_tokens_of_long_prompts_are_held_against_the_same_round() -> None:
+    speed, arms = module("speed"), ["transformers:bfloat16:plain", "paceline:int8:plain"]
+    seconds = {(arms[0], 0): 3.0, (arms[0], 1): 8.0, (arms[1], 0): 1.0, (arms[1], 1): 2.0}
+    results = [
+        speed.Measured(arm, speed.LONG, "99 tokens", number, ((1,),), 1, first, 0.0)
+        for (arm, number), first in seconds.items()
+    ]
+    told = speed.report(results, [module("arms").parse_arm(a) for a in arms])
+    assert f"| {arms[0]} | 5.500 (3.50; 3.00 to 4.00) |" in told and f"| {arms[1]} | 1.500 (1.00; 1.00 to 1.00) |" in told
+
+
 def test_paceline_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_folder(tmp_path / "m", tiny_model(seed=3, max_position_embeddings=1024), tiny_backend())
     (Path(model) / "chat_template.jinja").write_text(TEMPLATE)

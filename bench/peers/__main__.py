@@ -13,6 +13,7 @@ for the modes `draft` and `auto+draft`. Prompts are the eight of `cases/peer_pro
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import runpy
 import sys
@@ -25,15 +26,17 @@ from typing import Any
 from bench.peers.arms import DEFAULT_ARMS, PACELINE, PLAIN, Arm, parse_arm
 from bench.peers.envs import PEERS, TRANSFORMERS, Environment, environment_of, install
 from bench.peers.quality import compare, quality_table
-from bench.peers.speed import Prompt, measure, report, start
+from bench.peers.speed import LONG, Prompt, measure, report, start
 from bench.peers.weights import ModelFiles
 from paceline.bench.probe import processor_name
 from paceline.bench.results import ResultFile
 from paceline.bench.workloads import KINDS, load_workload, workloads_folder
 from paceline.decode.model.checkpoint import CheckpointInfo, inspect_checkpoint
+from paceline.decode.model.tokenizer import TextTokenizer
 from paceline.errors import PacelineError, UsageError
 
 EIGHT = "peers"
+_TURN_END = 8  # tokens behind a user's words, at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +59,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.set_defaults(run=run_install)
     speed = verbs.add_parser("speed", help="tokens a second, side by side")
     speed.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS))
+    speed.add_argument(
+        "--long", nargs="+", type=int, default=[], metavar="TOKENS", help="prompts of so many tokens in place of kinds"
+    )
     speed.add_argument("--draft", help="a smaller model of the same vocabulary")
     speed.add_argument("--rounds", type=int, default=5)
     speed.add_argument("--max-tokens", type=int, default=128)
@@ -65,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     quality = verbs.add_parser("quality", help="how far the weights are from float32")
     quality.add_argument("--arms", nargs="+", default=["paceline:bfloat16", "openvino:int8", "llama.cpp:file"])
     quality.add_argument("--longest", type=int, default=192, help="tokens of a text")
-    quality.set_defaults(run=run_quality, draft=None)
+    quality.set_defaults(run=run_quality, draft=None, long=[])
     for verb in (made, speed, quality):
         verb.add_argument("--envs", type=Path, required=True, help="folder of the environments and of what is made")
     for verb in (speed, quality):
@@ -146,11 +152,24 @@ def load_prompts(model: CheckpointInfo, args: argparse.Namespace) -> list[Prompt
     tokenizer = model.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         raise UsageError(f"{args.model} has no chat template; the prompts are conversations.")
+    if args.long:
+        return [Prompt(LONG, f"{count} tokens", _long(tokenizer, count, args.shared)) for count in args.long]
     prompts = []
     for kind in args.kinds:
         for name, text in _texts(kind, args.prompts, args.shared):
             prompts.append(Prompt(kind, name, tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))))
     return prompts
+
+
+def _long(tokenizer: TextTokenizer, count: int, shared: Path) -> tuple[int, ...]:
+    """The questions of Spec-Bench one behind the other, cut in front of the end of the turn."""
+    text, ids = "", list[int]()
+    for prompt in itertools.cycle(load_workload("spec_bench", shared / "workloads", 64).prompts):
+        text += prompt.text + "\n\n"
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+        if len(ids) >= count:
+            return (*ids[: count - _TURN_END], *ids[-_TURN_END:])
+    raise UsageError(f"there is no workload spec_bench in {shared}; name its folder with --shared.")
 
 
 def _texts(kind: str, count: int, shared: Path) -> list[tuple[str, str]]:
@@ -214,6 +233,7 @@ def _description(args: argparse.Namespace, arms: Sequence[Arm], envs: dict[str, 
         "draft": None if args.draft is None else Path(args.draft).name,
         "arms": [str(arm) for arm in arms],
         "kinds": args.kinds,
+        "long": args.long,
         "prompts": args.prompts,
         "max_tokens": args.max_tokens,
         "threads": args.threads,

@@ -23,9 +23,10 @@ from bench.peers.child import Child
 from paceline.bench.paired import arm_order, bootstrap_interval, first_difference, geometric_mean
 from paceline.bench.results import ResultFile
 
-__all__ = ["ALL", "Measured", "Prompt", "markdown", "measure", "paired", "report", "start"]
+__all__ = ["ALL", "LONG", "Measured", "Prompt", "markdown", "measure", "paired", "report", "start"]
 
 ALL = "all at once"
+LONG = "long"  # prompts whose first token is what is looked at
 _WARM_TOKENS = 16
 
 
@@ -161,6 +162,7 @@ def report(results: Sequence[Measured], arms: Sequence[Arm]) -> str:
         parts.append(_table(results, own, streams))
         if streams == 1:
             parts.append(_by_prompt(results, own))
+            parts += [_first_tokens(results, own)] if any(m.kind == LONG for m in results) else []
     return "\n\n".join([*parts, _partings(results, arms)])
 
 
@@ -230,6 +232,23 @@ def _by_prompt(results: Sequence[Measured], arms: Sequence[Arm]) -> str:
         medians = _medians([m for m in results if m.arm == str(arm)])
         groups = [[medians[key] for key in keys if key in medians] for keys in columns.values()]
         rows.append([str(arm), *(f"{geometric_mean(g):.0f}" if g else "" for g in groups)])
+    return markdown(rows)
+
+
+def _first_tokens(results: Sequence[Measured], arms: Sequence[Arm]) -> str:
+    """Of long prompts: seconds to the first token, and times those of Paceline's first arm in the same rounds."""
+    names = list(dict.fromkeys(m.prompt for m in results if m.kind == LONG))
+    first = {(m.arm, m.prompt, m.round): m.first_s for m in results if m.kind == LONG and m.first_s is not None}
+    base = str(next((a for a in arms if a.engine == PACELINE), arms[0]))
+    rows = [["first token, s (over Paceline's)", *names]]
+    for arm in arms:
+        cells = []
+        for name in names:
+            own = {number: s for (a, prompt, number), s in first.items() if (a, prompt) == (str(arm), name)}
+            over = [s / first[base, name, number] for number, s in own.items() if (base, name, number) in first]
+            told = f" ({statistics.median(over):.2f}; {min(over):.2f} to {max(over):.2f})" if over else ""
+            cells.append(f"{statistics.median(own.values()):.3f}{told}" if own else "")
+        rows.append([str(arm), *cells])
     return markdown(rows)
 
 

@@ -2,8 +2,8 @@
 
 Of the engine as a whole: what plain decoding of the same tokens would have taken (`shadow.py`), less the rounds that
 were run. Of a sequence, while it runs: a round of n sequences that emits e_i tokens saves it  e_i * plain - round
-seconds. All at the fitted cost of that moment, so that a stall of the machine is nobody's loss, and the time spent on drafters
-as measured.
+seconds. All at the fitted cost of that moment, so that a stall of the machine is nobody's loss, and the time spent on
+drafters as measured.
 """
 
 from __future__ import annotations
