@@ -204,3 +204,18 @@ def test_round_grid_holds_predictions_against_rounds(
     assert max(module.losses(measured, measured, [0, 2], 1)) == 0.0
     blind = {(1, 0): 1.0, (1, 2): 9.0}
     assert max(module.losses(blind, measured, [0, 2], 1)) == pytest.approx(1 - 1.5 / (1 + 0.95 + 0.95**2))
+
+
+def test_start_is_measured_in_fresh_processes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    module = program("start")
+    assert call(module, monkeypatch, "--model", model, "--dtype", "float32", "--rounds", "1", "--threads", "1") == 0
+    (result,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    (starts,) = result["rounds"]
+    assert set(starts) == {"cold", "warm"} and all(len(s["tokens"]) == module.TOKENS for s in starts.values())
+    starts["warm"]["tokens"][0] += 1
+    monkeypatch.setattr(module, "one_round", lambda *_: starts)
+    assert call(module, monkeypatch, "--model", model, "--dtype", "float32", "--rounds", "1") == 1
+    assert "texts DIFFER" in capsys.readouterr().out
