@@ -2,13 +2,13 @@
 
     python bench/start.py [--model smollm2-135m ...] [--dtype bfloat16 int8 int4] [--rounds 5] [--threads 2]
 
-A round starts two processes one after the other in a cache folder of their own, which has the fetched models and nothing
-compiled: the first compiles (`cold`), the second finds that (`warm`). Time is that from before the process is started to
-its first token, of a short prompt; the model's file is in the system's page cache after the first round.
+A round starts two processes one after the other in a cache folder of their own, which has the fetched models and
+nothing compiled: the first compiles (`cold`), the second finds that (`warm`). Time is that from before the process is
+started to its first token, of a short prompt; the model's file is in the system's page cache after the first round.
 
 Memory is resident memory above that of the same process with everything imported (PyTorch, Transformers' configs,
-Paceline) and no model opened: its peak up to the first token, and what is left then. It is divided by the weights as they
-lie in memory and the cache blocks of the prompt.
+Paceline) and no model opened: its peak up to the first token, and what is left then. It is divided by the weights as
+they lie in memory and the cache blocks of the prompt.
 
 Printed: medians with the lowest and the highest. The last line is one JSON object. Exit code 1 where two starts say
 something else, or where a model's process failed.
