@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from paceline.cli.options import require_engine
 
 if TYPE_CHECKING:
+    from paceline.decode.model.checkpoint import CheckpointInfo
     from paceline.decode.model.doctor import PairReport
 
 __all__ = ["add_parser", "run"]
 
-_PRECISIONS = ("bfloat16", "float32", "int4", "int8")  # PRECISIONS, without loading torch
+_PRECISIONS = ("auto", "bfloat16", "float32", "int4", "int8")  # auto and PRECISIONS, without loading torch
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -32,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--draft-length", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
     parser.add_argument("--context", type=int, metavar="N", help="tokens each (default: the target's, up to 8192)")
-    parser.add_argument("--dtype", choices=_PRECISIONS, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=_PRECISIONS, default="auto", help="default: %(default)s")
     parser.add_argument("--draft-dtype", choices=_PRECISIONS, help="default: as --dtype")
     parser.add_argument("--device", default="cpu", help="cpu or cuda[:N] (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -47,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
     from paceline.decode.loading import why_not_compiled
     from paceline.decode.model.checkpoint import inspect_checkpoint
     from paceline.decode.model.doctor import Level, Load, available_memory_bytes, examine_pair
+    from paceline.decode.model.precision import pick_precision
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
+    available = available_memory_bytes(args.device)
+    device = torch.device(args.device)
     target = inspect_checkpoint(args.model, say)
     spec = parse_draft(args.draft)
     draft = None if spec.model is None else inspect_checkpoint(spec.model, say)
@@ -58,14 +62,16 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         context_tokens=min(target.max_positions, 8192) if args.context is None else args.context,
         draft_length=args.draft_length,
-        target_precision=args.dtype,
-        draft_precision=args.draft_dtype or args.dtype,
+        target_precision=pick_precision(args.dtype, device),
+        draft_precision=pick_precision(args.draft_dtype or args.dtype, device),
     )
-    available = available_memory_bytes(args.device)
-    device = torch.device(args.device)
+
+    def missing(model: CheckpointInfo, precision: str) -> str:
+        return "" if precision == "float32" else why_not_compiled(model.config, device, say)
+
     uncompiled = (
-        why_not_compiled(target.config, device, say),
-        None if draft is None else why_not_compiled(draft.config, device, say),
+        missing(target, load.target_precision),
+        None if draft is None else missing(draft, load.draft_precision),
     )
     report = examine_pair(target, draft, load, available, spec.layers, uncompiled, device.type == "cpu")
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
