@@ -261,24 +261,26 @@ inline void int4_tile(const Product& p, int block, const Activations& a, int row
   __m512 sums[R];
   for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
   for (int g = 0; g < groups; g++, w += INT4_GROUP_BYTES) {
-    __m512i v[8];
+    __m512i whole[R];
+    for (int r = 0; r < R; r++) whole[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
       const __m512i both = _mm512_load_si512(w + i * 64);
-      v[i] = _mm512_and_si512(both, low);
-      v[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
       _mm_prefetch(reinterpret_cast<const char*>(w + i * 64 + AHEAD), _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const int8_t* four = x + size_t(r) * k + g * GROUP + 4 * i;
+        whole[r] = _mm512_dpbusd_epi32(whole[r], first, broadcast4(four));
+        whole[r] = _mm512_dpbusd_epi32(whole[r], second, broadcast4(four + GROUP / 2));
+      }
     }
     const __m512 step = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 256)));
     const __m512 least = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 288)));
     _mm_prefetch(reinterpret_cast<const char*>(w + 256 + AHEAD), _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const int8_t* xr = x + size_t(r) * k + g * GROUP;
-      __m512i whole = _mm512_setzero_si512();
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) whole = _mm512_dpbusd_epi32(whole, v[i], broadcast4(xr + 4 * i));
-      const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scale[size_t(r) * groups + g]));
+      const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r]), _mm512_set1_ps(scale[size_t(r) * groups + g]));
       sums[r] = _mm512_fmadd_ps(part, step, sums[r]);
       sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(total[size_t(r) * groups + g]), sums[r]);
     }
@@ -353,9 +355,20 @@ void outputs(const Product& p, int block, int blocks, const Activations& a, int 
   }
 }
 
-// Units of work handed out one after another.
+// Units of work handed out one after another: single ones, or runs that grow shorter towards the end.
 struct Counter {
   alignas(64) std::atomic<int> next{0};
+
+  // The first of a run, and in `count` its length; `total` or more where all are taken. A core that goes on where it was
+  // finds what the prefetchers have brought already; short runs at the end leave nobody waiting.
+  int run(int total, int threads, int& count) {
+    int low = next.load(std::memory_order_relaxed);
+    do {
+      if (low >= total) return low;
+      count = std::max(1, (total - low) / (2 * threads));
+    } while (!next.compare_exchange_weak(low, low + count, std::memory_order_relaxed));
+    return low;
+  }
 };
 
 // Calls `each(block, blocks, row, count)` for all runs of `step` blocks and all tiles of rows; a unit's weights stay
@@ -364,13 +377,14 @@ template <class F>
 void over_blocks(Counter& counter, const Product& p, int step, int rows, F each) {
   const size_t bytes = block_bytes(p.kind, p.k) * step;
   const int together = rows <= TILE ? 1 : std::max<int>(1, std::min<int>(8, (384 << 10) / bytes));
-  const int units = (p.blocks + together * step - 1) / (together * step);
-  for (int unit; (unit = counter.next.fetch_add(1, std::memory_order_relaxed)) < units;) {
-    const int low = unit * together * step, high = std::min(low + together * step, p.blocks);
-    for (int row = 0; row < rows; row += TILE)
-      for (int block = low; block < high; block += step)
-        each(block, std::min(step, high - block), row, std::min(TILE, rows - row));
-  }
+  const int units = (p.blocks + together * step - 1) / (together * step), threads = omp_get_num_threads();
+  for (int first, count; (first = counter.run(units, threads, count)) < units;)
+    for (int unit = first; unit < first + count; unit++) {
+      const int low = unit * together * step, high = std::min(low + together * step, p.blocks);
+      for (int row = 0; row < rows; row += TILE)
+        for (int block = low; block < high; block += step)
+          each(block, std::min(step, high - block), row, std::min(TILE, rows - row));
+    }
 }
 
 // -- the model -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from paceline.decode.native.weights import (
     Kind,
     Packed,
     ProductStruct,
+    WeightMemory,
     interleave,
     interleave_bias,
     pack,
@@ -272,6 +273,7 @@ class _Loader:
 
     def __init__(self, library: ctypes.CDLL, tensors: StoredTensors, kind: Kind) -> None:
         self._library, self._tensors, self._kind = library, tensors, kind
+        self._memory = WeightMemory()
 
     def take(self, name: str) -> Stored:
         stored = self._tensors.take(name)
@@ -309,7 +311,7 @@ class _Loader:
     def head(self, name: str) -> Packed:
         """INT8 at least: what comes out of it is not summed up any further."""
         kind = Kind.INT8 if self._kind is Kind.INT4 else self._kind
-        return pack(self._library, self.take(name), kind)
+        return pack(self._library, self.take(name), kind, None, self._memory)
 
     def _product(self, prefix: str, names: Sequence[str]) -> Packed:
         weight = join([self.take(f"{prefix}{name}.weight") for name in names])
@@ -328,7 +330,7 @@ class _Loader:
     def _packed(self, weight: Stored, bias: Tensor | None) -> Packed:
         """Of a file that has more than 4 bits, more are kept."""
         more = self._kind is Kind.INT4 and weight.more_bits
-        return pack(self._library, weight, Kind.INT8 if more else self._kind, bias)
+        return pack(self._library, weight, Kind.INT8 if more else self._kind, bias, self._memory)
 
     def _bias(self, prefix: str, names: Sequence[str]) -> Tensor | None:
         found = [self._tensors.take(f"{prefix}{name}.bias") for name in names]

@@ -8,8 +8,10 @@ int4       whole numbers from 0 to 15, a scale and a minimum (float16) for every
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import threading
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -26,12 +28,14 @@ __all__ = [
     "Kind",
     "Packed",
     "ProductStruct",
+    "WeightMemory",
     "interleave",
     "interleave_bias",
     "pack",
 ]
 
 LANES, GROUP = 16, BLOCK  # as in decoder.cpp
+_LINE, _HUGE_PAGE, _MAPPED = 64, 2 << 20, 64 << 20  # bytes
 
 
 class Kind(IntEnum):
@@ -98,13 +102,16 @@ def _turns(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(blocks, 1).flatten(0, 2)
 
 
-def pack(library: ctypes.CDLL, weight: Stored, kind: Kind, bias: Tensor | None = None) -> Packed:
-    """`weight` [n, k] as `kind`, part by part; k is a multiple of 32."""
+def pack(
+    library: ctypes.CDLL, weight: Stored, kind: Kind, bias: Tensor | None = None, memory: WeightMemory | None = None
+) -> Packed:
+    """`weight` [n, k] as `kind`, part by part, into `memory`; k is a multiple of 32."""
+    memory = memory or WeightMemory()
     rows, columns = weight.shape
     assert columns % GROUP == 0, f"{columns} inputs"
     blocks = -(-rows // LANES)
     size = library.paceline_block_bytes(int(kind), columns)
-    out = _aligned(blocks * size)
+    out = memory.take(blocks * size)
     held = [out]
     scales = torch.zeros(blocks * LANES, columns // GROUP, dtype=torch.float16) if kind is Kind.INT8 else None
     function = getattr(library, f"paceline_pack_{kind.name.lower()}")
@@ -116,7 +123,8 @@ def pack(library: ctypes.CDLL, weight: Stored, kind: Kind, bias: Tensor | None =
             scales[low:high] = steps
     scale = None
     if scales is not None:
-        scale = scales.view(blocks, LANES, -1).transpose(1, 2).contiguous()
+        scale = memory.take(2 * scales.numel()).view(torch.float16).view(blocks, columns // GROUP, LANES)
+        scale.copy_(scales.view(blocks, LANES, -1).transpose(1, 2))
         held.append(scale)
     if bias is not None:
         bias = F.pad(bias.float(), (0, blocks * LANES - rows))
@@ -146,6 +154,28 @@ def _as_packed(weight: Stored, kind: Kind, low: int, high: int) -> tuple[tuple[T
     return ((groups * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8),), step
 
 
-def _aligned(size: int) -> Tensor:
-    """A mapping of its own: lasting memory among what is read and dropped while a model loads would keep holes open."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+class WeightMemory:
+    """Room for what lasts, in mappings of its own: among what is read and dropped while a model loads it would keep
+    holes open. In huge pages where the system gives them: a pass reads all of it, and misses fewer page entries."""
+
+    def __init__(self) -> None:
+        self._lock, self._left = threading.Lock(), torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """`size` zero bytes, aligned to a cache line."""
+        whole = -(-size // _LINE) * _LINE
+        with self._lock:
+            if len(self._left) < whole:
+                self._left = _mapping(max(whole, _MAPPED))
+            taken, self._left = self._left[:size], self._left[whole:]
+        return taken
+
+
+def _mapping(size: int) -> Tensor:
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -room.data_ptr() % _HUGE_PAGE
+    return room[start : start + size]
