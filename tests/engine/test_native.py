@@ -23,7 +23,7 @@ from paceline.decode.cache import KVCache
 from paceline.decode.llm import LLM
 from paceline.decode.model.blocks import FOUR_BITS, Blocks, quantise_int4, read_blocks
 from paceline.decode.model.step import Level, Span, build_inputs
-from paceline.decode.model.stored import Stored
+from paceline.decode.model.stored import Stored, StoredTensors
 from paceline.decode.native.build import library
 from paceline.decode.native.decoder import NativeDecoder, why_not_native
 from paceline.decode.native.weights import GROUP, Kind, Packed, pack
@@ -186,6 +186,26 @@ def test_logits_are_those_of_transformers(family: str, kind: Kind) -> None:
         expected = model.float()(torch.tensor([tokens])).logits[0]
     error = ((made - expected).norm() / expected.norm()).item()
     assert error < (0.02 if kind is Kind.BF16 else 0.06), error
+
+
+def test_a_draft_model_in_int4_is_that_throughout() -> None:
+    """A target keeps the bits of its file, and a head of 8; a draft model's words are checked."""
+    model = module("llama")
+
+    def of_eight_bits(drafts: bool) -> NativeDecoder:
+        weights = {name: Stored.of(value.detach().bfloat16()) for name, value in model.state_dict().items()}
+        stored = {name: replace(weight, more_bits=len(weight.shape) == 2) for name, weight in weights.items()}
+        if model.config.tie_word_embeddings:
+            stored.pop("lm_head.weight", None)
+        return NativeDecoder(model.config, StoredTensors(stored), Kind.INT4, threads=2, drafts=drafts)
+
+    target, draft, plain = of_eight_bits(False), of_eight_bits(True), decoder_of(model, Kind.INT8)
+    assert target.weight_bytes == plain.weight_bytes
+    assert draft.weight_bytes < 0.8 * target.weight_bytes
+    assert draft._head.kind is Kind.INT4 and target._head.kind is Kind.INT8
+    tokens = list(range(20, 60))
+    one, other = (run(d, new_cache(d, 1), [Span(0, 0, tokens)])[0] for d in (target, draft))
+    assert ((one - other).norm() / one.norm()).item() < 0.6, "noise of four bits, no more"
 
 
 CUTS = st.lists(st.integers(1, 39), max_size=6, unique=True).map(sorted)

@@ -293,12 +293,12 @@ class LLM:
         translation = check_draft_vocabulary(self.checkpoint, inspected)
         if translation is not None:
             self.notes.append(f"{spec} has another tokenizer, its drafts are translated: {translation.overlap}")
-        return DraftModel(*self._load_model(spec, precision, progress), translation)
+        return DraftModel(*self._load_model(spec, precision, progress, drafts=True), translation)
 
     def _load_model(
-        self, spec: str, precision: str, progress: Callable[[str], None] | None
+        self, spec: str, precision: str, progress: Callable[[str], None] | None, *, drafts: bool = False
     ) -> tuple[Checkpoint, TargetModel]:
-        checkpoint, decoder = load_model(spec, precision, self.device, progress)
+        checkpoint, decoder = load_model(spec, precision, self.device, progress, drafts=drafts)
         if note := decoder_note(checkpoint, precision, self.device):
             self.notes.append(note)
         return checkpoint, decoder

@@ -25,9 +25,14 @@ _FORMS = {"float32": Form.PACKED, "bfloat16": Form.PACKED, "int8": Form.INT8, "i
 
 
 def load_model(
-    spec: str, precision: str, device: torch.device, progress: Callable[[str], None] | None
+    spec: str,
+    precision: str,
+    device: torch.device,
+    progress: Callable[[str], None] | None,
+    *,
+    drafts: bool = False,
 ) -> tuple[Checkpoint, TargetModel]:
-    """The model `spec` with its weights in one of the `PRECISIONS`.
+    """The model `spec` with its weights in one of the `PRECISIONS`; `drafts`: for a draft model.
 
     Raises InvalidParameter where int8 or int4 is asked for on another device than a CPU.
     """
@@ -36,18 +41,18 @@ def load_model(
             "dtype", precision, "float32 or bfloat16", f"{precision} is for CPUs, not {device.type}."
         )
     checkpoint = load_checkpoint(spec, dtype=floats_of(precision), progress=progress)
-    decoder = _decoder(checkpoint, precision, device, progress)
+    decoder = _decoder(checkpoint, precision, device, progress, drafts)
     give_back_freed()
     return checkpoint, decoder
 
 
 def _decoder(
-    checkpoint: Checkpoint, precision: str, device: torch.device, progress: Callable[[str], None] | None
+    checkpoint: Checkpoint, precision: str, device: torch.device, progress: Callable[[str], None] | None, drafts: bool
 ) -> TargetModel:
     config, tensors = checkpoint.config, checkpoint.tensors
     if precision == "float32" or why_not_compiled(config, device, progress):
         return LlamaDecoder(config, tensors, device, form=_FORMS[precision])
-    return NativeDecoder(config, tensors, _KINDS[precision], threads=torch.get_num_threads())
+    return NativeDecoder(config, tensors, _KINDS[precision], threads=torch.get_num_threads(), drafts=drafts)
 
 
 def why_not_compiled(config: Any, device: torch.device, progress: Callable[[str], None] | None = None) -> str:

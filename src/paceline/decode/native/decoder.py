@@ -109,6 +109,7 @@ class NativeDecoder:
     tensors   Hugging Face parameter names; consumed, so that no weight is held twice
     kind      how products are held; INT4 takes over the 4-bit blocks of a file, and is INT8 where it has more bits
     threads   of a pass
+    drafts    what it says is checked by another model: INT4 is then all of it, the head too, whatever the file has
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class NativeDecoder:
         kind: Kind,
         *,
         threads: int,
+        drafts: bool = False,
     ) -> None:
         if why := why_not_native(config):
             raise UnsupportedModel(f"the compiled decoder cannot run this model: {why}")
@@ -128,7 +130,7 @@ class NativeDecoder:
         self._library = library()
         self._kept: list[Tensor] = []
         stored = StoredTensors.of(tensors)
-        self._load(_Loader(self._library, stored, kind), "lm_head.weight" not in stored, threads)
+        self._load(_Loader(self._library, stored, kind, drafts), "lm_head.weight" not in stored, threads)
         features = self.features
         self.rotations = Rotations(config, features.layer_types, torch.float32, self.device)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -271,8 +273,8 @@ def _rotary_width(config: Any, features: Features) -> int:
 class _Loader:
     """Takes tensors by name, packs them, and knows what is missing and what was left over."""
 
-    def __init__(self, library: ctypes.CDLL, tensors: StoredTensors, kind: Kind) -> None:
-        self._library, self._tensors, self._kind = library, tensors, kind
+    def __init__(self, library: ctypes.CDLL, tensors: StoredTensors, kind: Kind, drafts: bool) -> None:
+        self._library, self._tensors, self._kind, self._drafts = library, tensors, kind, drafts
         self._memory = WeightMemory()
 
     def take(self, name: str) -> Stored:
@@ -309,9 +311,8 @@ class _Loader:
         return norms, products
 
     def head(self, name: str) -> Packed:
-        """INT8 at least: what comes out of it is not summed up any further."""
-        kind = Kind.INT8 if self._kind is Kind.INT4 else self._kind
-        return pack(self._library, self.take(name), kind, None, self._memory)
+        """INT8 at least, but of a draft model: what comes out of it is not summed up any further."""
+        return self._packed(self.take(name), None, more=True)
 
     def _product(self, prefix: str, names: Sequence[str]) -> Packed:
         weight = join([self.take(f"{prefix}{name}.weight") for name in names])
@@ -327,9 +328,9 @@ class _Loader:
         bias = self._bias(prefix, names)
         return self._packed(interleave(gate, up), None if bias is None else interleave_bias(*bias.chunk(2)))
 
-    def _packed(self, weight: Stored, bias: Tensor | None) -> Packed:
-        """Of a file that has more than 4 bits, more are kept."""
-        more = self._kind is Kind.INT4 and weight.more_bits
+    def _packed(self, weight: Stored, bias: Tensor | None, more: bool = False) -> Packed:
+        """Of a file that has more than 4 bits, more are kept, but of a draft model."""
+        more = self._kind is Kind.INT4 and (more or weight.more_bits) and not self._drafts
         return pack(self._library, weight, Kind.INT8 if more else self._kind, bias, self._memory)
 
     def _bias(self, prefix: str, names: Sequence[str]) -> Tensor | None:
