@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -216,6 +217,17 @@ def test_first_tokens_of_long_prompts_are_held_against_the_same_round() -> None:
     told = speed.report(results, [module("arms").parse_arm(a) for a in arms])
     assert f"| {arms[0]} | 5.500 (3.50; 3.00 to 4.00) |" in told
     assert f"| {arms[1]} | 1.500 (1.00; 1.00 to 1.00) |" in told
+
+
+def test_a_picture_has_a_bar_an_arm_to_one_scale() -> None:
+    speed, arms = module("speed"), [module("arms").parse_arm(a) for a in ("llama.cpp:file:plain", "paceline:int8:auto")]
+    spent = dict(zip(arms, (1.0, 0.5), strict=True))
+    results = [speed.Measured(str(arm), "peers", "one", 0, ((1,),), 11, 0.1, s) for arm, s in spent.items()]
+    drawn = ElementTree.fromstring(module("picture").picture(results, arms, "a < b"))
+    bars = [e for e in drawn.iter() if e.tag.endswith("rect")]
+    texts = [e.text for e in drawn.iter() if e.tag.endswith("text")]
+    assert texts == ["a < b", "1 stream, tokens/s", "paceline int8 auto", "20", "llama.cpp file plain", "10"]
+    assert float(bars[0].get("width", 0)) == pytest.approx(2 * float(bars[1].get("width", 0)), rel=1e-2)
 
 
 def test_paceline_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

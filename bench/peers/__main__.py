@@ -25,6 +25,7 @@ from typing import Any
 
 from bench.peers.arms import DEFAULT_ARMS, PACELINE, PLAIN, Arm, parse_arm
 from bench.peers.envs import PEERS, TRANSFORMERS, Environment, environment_of, install
+from bench.peers.picture import picture
 from bench.peers.quality import compare, quality_table
 from bench.peers.speed import LONG, Prompt, measure, report, start
 from bench.peers.weights import ModelFiles
@@ -67,6 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     speed.add_argument("--max-tokens", type=int, default=128)
     speed.add_argument("--seconds", type=float, default=600.0, help="about so long, loading left out")
     speed.add_argument("--output", type=Path, help="results, one a line; a run that was cut off goes on there")
+    speed.add_argument("--picture", type=Path, help="write the speeds as bars, an SVG file")
     speed.set_defaults(run=run_speed)
     quality = verbs.add_parser("quality", help="how far the weights are from float32")
     quality.add_argument("--arms", nargs="+", default=["paceline:bfloat16", "openvino:int8", "llama.cpp:file"])
@@ -123,6 +125,9 @@ def run_speed(args: argparse.Namespace) -> int:
         )
     print(_heading(args, envs, f"greedy, up to {args.max_tokens} tokens"))
     print(report(measured, arms))
+    if args.picture is not None:
+        title = f"{Path(args.model).stem}, {processor_name()}, {args.threads} threads"
+        args.picture.write_text(picture(measured, arms, title), encoding="utf-8")
     return 0
 
 

@@ -23,7 +23,7 @@ from bench.peers.child import Child
 from paceline.bench.paired import arm_order, bootstrap_interval, first_difference, geometric_mean
 from paceline.bench.results import ResultFile
 
-__all__ = ["ALL", "LONG", "Measured", "Prompt", "markdown", "measure", "paired", "report", "start"]
+__all__ = ["ALL", "LONG", "Measured", "Prompt", "arm_speed", "markdown", "measure", "paired", "report", "start"]
 
 ALL = "all at once"
 LONG = "long"  # prompts whose first token is what is looked at
@@ -174,16 +174,18 @@ def _table(results: Sequence[Measured], arms: Sequence[Arm], streams: int) -> st
     for arm in arms:
         own = [m for m in results if m.arm == str(arm)]
         first = [m.first_s for m in own if m.first_s is not None]
-        cells = [str(arm), _speed(own), f"{1e3 * statistics.median(first):.0f}" if first else ""]
+        speed = arm_speed(results, arm)
+        cells = [str(arm), "none" if speed is None else f"{speed:.1f}"]
+        cells.append(f"{1e3 * statistics.median(first):.0f}" if first else "")
         cells += ["" if base == arm else _ratio(results, base, arm) for base in bases]
         rows.append([*cells, _same(results, arm)])
     return markdown(rows)
 
 
-def _speed(own: Sequence[Measured]) -> str:
-    """Of each prompt the median over rounds, of those the geometric mean."""
-    medians = _medians(own)
-    return f"{geometric_mean(list(medians.values())):.1f}" if medians else "none"
+def arm_speed(results: Sequence[Measured], arm: Arm) -> float | None:
+    """Tokens a second: of each prompt the median over rounds, of those the geometric mean."""
+    medians = _medians([m for m in results if m.arm == str(arm)])
+    return geometric_mean(list(medians.values())) if medians else None
 
 
 def _medians(own: Sequence[Measured]) -> dict[tuple[str, str], float]:
