@@ -4,8 +4,8 @@
 
 The target is SmolLM2's shape and vocabulary, and its pass returns at once: the text runs round a loop of tokens and
 jumps to another place of it where a hash of the position says so, so that string matchers are right about seven times
-in eight. `auto` has both string matchers, `auto+model` also a draft model that takes no time and is as often right.
-Text is detokenised by a byte-level tokenizer of that vocabulary.
+in eight. `auto` has the matcher that it asks, `suffix`, `auto+model` also a draft model that takes no time and is as
+often right. Text is detokenised by a byte-level tokenizer of that vocabulary.
 
 All is processor time of one thread, so that other work on the machine counts little. Printed for each: a round
 without the pass (median and mean, without the parts' own clocks), tokens and drafts by sequence and round; then, of a
@@ -36,7 +36,7 @@ from paceline.decode.cache import KVCache
 from paceline.decode.draft.auto import AutoDrafter, Candidate, mild_cost
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.build import DrafterSet
-from paceline.decode.draft.registry import MODEL_FREE, make_model_free
+from paceline.decode.draft.registry import AUTO_MATCHER, MODEL_FREE, make_model_free
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.step import Geometry, RowPolicy, StepInputs
@@ -125,7 +125,7 @@ def drafters(draft: str) -> DrafterSet:
     if draft == "none":
         return DrafterSet({}, "none")
     own = {kind: make_model_free(kind) for kind in MODEL_FREE}
-    candidates = [Candidate(drafter) for drafter in own.values()]
+    candidates = [Candidate(own[AUTO_MATCHER])]
     if draft == "auto+model":
         candidates.append(Candidate(InstantDraft(), _DRAFT_STEP))
     auto = AutoDrafter(candidates, mild_cost(0.02, 4))

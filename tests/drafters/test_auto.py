@@ -253,6 +253,16 @@ def test_temperatures_are_kept_apart_and_start_from_each_other() -> None:
     assert 0.3 < table.estimate(0, 0.9, 1) < 0.7, "never seen: what is known of all"
 
 
+def test_a_drafter_for_those_who_name_it_is_left_alone_otherwise() -> None:
+    auto = auto_over(Candidate(Scripted("a", [1.0] * 200), named=True), Candidate(Scripted("b", [1.0] * 200)))
+    loop = Loop(auto, len)
+    for key, only in ((1, None), (2, "a")):
+        loop.views[key] = SequenceView(key, [0], 1, SamplingParams())
+        auto.begin(loop.views[key], only=only)
+    for key, name in ((1, "b"), (2, "a")):
+        assert {p.drafter for _ in range(20) for p in loop.round([key], 8) if len(p)} == {name}
+
+
 def test_one_drafter_alone_where_a_request_names_it() -> None:
     auto = auto_over(Candidate(Scripted("a", [1.0] * 200)), Candidate(Scripted("b", [1.0] * 200)))
     loop = Loop(auto, len)

@@ -43,10 +43,14 @@ _LONGEST_PAUSE = 8
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter and what its steps cost: `DrafterFacts.steps`; None for what is asked first, being nearly free."""
+    """A drafter and what its steps cost: `DrafterFacts.steps`; None for what is asked first, being nearly free.
+
+    named   asked only for sequences that are begun with it alone
+    """
 
     drafter: Drafter
     steps: StepTimes | None = None
+    named: bool = False
 
 
 def mild_cost(row: float = 0.05, block: int = 1) -> LiveCost:
@@ -113,6 +117,8 @@ class AutoDrafter:
         facts = [DrafterFacts(c.drafter.name, c.steps) for c in candidates]
         self.controller = Controller(facts, cost or mild_cost(), options)
         self.drafters = [c.drafter for c in candidates]
+        self._own = [i for i, c in enumerate(candidates) if not c.named]
+        assert self._own, "every candidate is for requests that name it"
         self.load, self.others = Load(), []  # type: tuple[Load, list[int]]
         wanted = [drafter.needs for drafter in self.drafters]
         self.needs = Needs(
@@ -136,7 +142,7 @@ class AutoDrafter:
     def begin(self, view: SequenceView, only: str | None = None) -> None:
         assert view.key not in self._states, f"sequence {view.key} began twice"
         count = len(self.drafters)
-        allowed = [i for i, d in enumerate(self.drafters) if only is None or d.name == only]
+        allowed = self._own if only is None else [i for i, d in enumerate(self.drafters) if d.name == only]
         assert allowed, f"{only} is no candidate of auto"
         self._states[view.key] = _State([_Watch() for _ in range(count)], [0] * count, allowed, len(view.tokens))
         self.controller.begin(view.key, view.params.temperature)

@@ -10,7 +10,7 @@ from paceline.decode.draft.auto import AutoDrafter, Candidate
 from paceline.decode.draft.base import Drafter, SequenceView, SharesTarget
 from paceline.decode.draft.layer_skip import EarlyExit, LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
-from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
+from paceline.decode.draft.registry import AUTO_MATCHER, MODEL_FREE, DraftSpec, make_model_free, parse_draft
 from paceline.decode.draft.translate import TranslatingDrafter
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.checkpoint import Checkpoint
@@ -118,8 +118,14 @@ def build_drafters(
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, "none")
     timed = {} if probe is None else {d.name: draft_steps(d) for d in probe.drafters}
+    asked_for = {str(spec) for spec in specs}
     candidates = [
-        Candidate(d, timed.get(name) or _steps(models.get(name), max_batch)) for name, d in drafters.items()
+        Candidate(
+            drafter,
+            timed.get(name) or _steps(models.get(name), max_batch),
+            named=name in MODEL_FREE and name != AUTO_MATCHER and name not in asked_for,
+        )
+        for name, drafter in drafters.items()
     ]
     seed = None if probe is None else pass_steps(probe)
     auto = AutoDrafter(candidates, live_cost(target, max_batch, max_draft, seed))

@@ -2,7 +2,7 @@
 
     none              plain decoding
     ngram, suffix     string matching, no model
-    auto              the best of the model-free ones and of every other `--draft`, chosen each round
+    auto              the best of `suffix` and of every other `--draft`, chosen each round
     layer-skip[:N]    the target's own first N layers; a quarter of them where N is not given
     model:PATH        a smaller model; a bare path or id means the same
 
@@ -25,8 +25,18 @@ from paceline.errors import InvalidParameter, UsageError
 from paceline.plan.control.cost import LiveCost
 from paceline.plan.control.records import ControlOptions
 
-__all__ = ["KINDS", "MODEL_FREE", "PLANNED_KINDS", "DraftSpec", "make_auto", "make_model_free", "parse_draft"]
+__all__ = [
+    "AUTO_MATCHER",
+    "KINDS",
+    "MODEL_FREE",
+    "PLANNED_KINDS",
+    "DraftSpec",
+    "make_auto",
+    "make_model_free",
+    "parse_draft",
+]
 
+AUTO_MATCHER = "suffix"  # what `auto` asks of these: `ngram` beside it finds nothing more (docs/log.md)
 MODEL_FREE: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 KINDS = ("none", "auto", *MODEL_FREE, "layer-skip", "model")
 PLANNED_KINDS = ("eagle3", "mtp", "dflash", "dspark")  # `plan` knows them, the engine not yet

@@ -24,9 +24,10 @@ namespace {
 
 constexpr int LANES = 16;   // outputs of a block
 constexpr int GROUP = 32;   // activations, and int4 weights, under one scale
-constexpr int TILE = 8;     // rows computed together
+constexpr int TILE = 16;    // rows computed together, of bfloat16; half as many of int8 and int4
 constexpr int QUERIES = 64; // of an attention task at most
 constexpr int KEYS = 16;    // keys looked at together
+constexpr int TOGETHER = 8; // queries looked at together, or half as many
 constexpr int AHEAD = 4096; // bytes of weights fetched before they are used
 
 // -- threads ---------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ inline void bf16_tile(const Product& p, int block, const Activations& a, int row
       v[b] = reinterpret_cast<__m512bh>(_mm512_load_si512(w + b * apart));
       _mm_prefetch(reinterpret_cast<const char*>(w + b * apart + AHEAD), _MM_HINT_T0);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const __m512bh two = reinterpret_cast<__m512bh>(broadcast4(x + size_t(r) * k + i));
 #pragma GCC unroll 2
@@ -319,7 +320,15 @@ inline void bf16_tile(const Product& p, int block, const Activations& a, int row
 // Whether two blocks at once are the faster way; their bits are the same.
 template <int R>
 bool in_pairs(int kind) {
-  return kind == BF16 || (kind == INT8 && R == TILE);
+  return kind == BF16 ? R <= TILE / 2 : kind == INT8 && R == TILE / 2;
+}
+
+inline void add_bias(const Product& p, int block, int blocks, int rows, __m512 (*out)[TILE]) {
+  if (p.bias == nullptr) return;
+  for (int b = 0; b < blocks; b++) {
+    const __m512 bias = _mm512_loadu_ps(p.bias + (block + b) * LANES);
+    for (int r = 0; r < rows; r++) out[b][r] = _mm512_add_ps(out[b][r], bias);
+  }
 }
 
 template <int R>
@@ -334,14 +343,17 @@ inline void tile(const Product& p, int block, int blocks, const Activations& a, 
       else bf16_tile<R, 1>(p, block + b, a, row, out + b);
     }
   }
-  if (p.bias == nullptr) return;
-  for (int b = 0; b < blocks; b++) {
-    const __m512 bias = _mm512_loadu_ps(p.bias + (block + b) * LANES);
-    for (int r = 0; r < R; r++) out[b][r] = _mm512_add_ps(out[b][r], bias);
-  }
+  add_bias(p, block, blocks, R, out);
 }
 
-// Outputs of `blocks` (1 or 2) from `block` on, of rows [row, row + count), count at most TILE.
+// More rows than half a tile, of bfloat16: a block at a time, so that the weights are read once for all of them.
+template <int R>
+inline void wide_tile(const Product& p, int block, int blocks, const Activations& a, int row, __m512 (*out)[TILE]) {
+  for (int b = 0; b < blocks; b++) bf16_tile<R, 1>(p, block + b, a, row, out + b);
+  add_bias(p, block, blocks, R, out);
+}
+
+// Outputs of `blocks` (1 or 2) from `block` on, of rows [row, row + count), count as `tile_rows` has it.
 void outputs(const Product& p, int block, int blocks, const Activations& a, int row, int count, __m512 (*out)[TILE]) {
   switch (count) {
     case 1: return tile<1>(p, block, blocks, a, row, out);
@@ -351,7 +363,15 @@ void outputs(const Product& p, int block, int blocks, const Activations& a, int 
     case 5: return tile<5>(p, block, blocks, a, row, out);
     case 6: return tile<6>(p, block, blocks, a, row, out);
     case 7: return tile<7>(p, block, blocks, a, row, out);
-    default: return tile<8>(p, block, blocks, a, row, out);
+    case 8: return tile<8>(p, block, blocks, a, row, out);
+    case 9: return wide_tile<9>(p, block, blocks, a, row, out);
+    case 10: return wide_tile<10>(p, block, blocks, a, row, out);
+    case 11: return wide_tile<11>(p, block, blocks, a, row, out);
+    case 12: return wide_tile<12>(p, block, blocks, a, row, out);
+    case 13: return wide_tile<13>(p, block, blocks, a, row, out);
+    case 14: return wide_tile<14>(p, block, blocks, a, row, out);
+    case 15: return wide_tile<15>(p, block, blocks, a, row, out);
+    default: return wide_tile<16>(p, block, blocks, a, row, out);
   }
 }
 
@@ -371,19 +391,28 @@ struct Counter {
   }
 };
 
+// Rows of the tile that begins at `row`. The first is as wide as may be, since it waits for memory; those behind it find
+// the weights in the core's cache and are bound by arithmetic, at its best in halves of a tile; a rest goes along.
+int tile_rows(int kind, int row, int rows) {
+  const int left = rows - row;
+  if (kind != BF16) return std::min(TILE / 2, left);
+  return left < TILE ? left : row == 0 ? TILE : TILE / 2;
+}
+
 // Calls `each(block, blocks, row, count)` for all runs of `step` blocks and all tiles of rows; a unit's weights stay
 // in the core's cache while the rows go by.
 template <class F>
 void over_blocks(Counter& counter, const Product& p, int step, int rows, F each) {
   const size_t bytes = block_bytes(p.kind, p.k) * step;
-  const int together = rows <= TILE ? 1 : std::max<int>(1, std::min<int>(8, (384 << 10) / bytes));
+  const int together = tile_rows(p.kind, 0, rows) == rows ? 1 : std::max<int>(1, std::min<int>(8, (384 << 10) / bytes));
   const int units = (p.blocks + together * step - 1) / (together * step), threads = omp_get_num_threads();
-  for (int first, count; (first = counter.run(units, threads, count)) < units;)
-    for (int unit = first; unit < first + count; unit++) {
+  for (int first, length; (first = counter.run(units, threads, length)) < units;)
+    for (int unit = first; unit < first + length; unit++) {
       const int low = unit * together * step, high = std::min(low + together * step, p.blocks);
-      for (int row = 0; row < rows; row += TILE)
-        for (int block = low; block < high; block += step)
-          each(block, std::min(step, high - block), row, std::min(TILE, rows - row));
+      for (int row = 0, count; row < rows; row += count) {
+        count = tile_rows(p.kind, row, rows);
+        for (int block = low; block < high; block += step) each(block, std::min(step, high - block), row, count);
+      }
     }
 }
 
@@ -391,8 +420,11 @@ void over_blocks(Counter& counter, const Product& p, int step, int rows, F each)
 
 struct Workspace {  // of one thread
   Scratch<float> scores, mixed;
-  Scratch<uint16_t> weights, queries;
-  alignas(64) __m512i keys[128], values[128];
+  Scratch<uint16_t> queries;
+  alignas(64) __m512i keys[256], values[128];
+  alignas(64) uint16_t weights[QUERIES * KEYS];  // of one block of keys
+  __m512 most[QUERIES], total[QUERIES];
+  float top[QUERIES];
 };
 
 struct Model {
@@ -545,37 +577,50 @@ inline Sight sight_of(const Pass& pass, int row) {
   return {pass.seen[row], pass.seen[row] + pass.tail_from[row + 1] - from, pass.tails + from};
 }
 
-// Scores of up to 4 queries [.., width] with 16 keys in `keys`, laid out by pairs.
-inline void score4(const __m512i* keys, const uint16_t* const* q, int pairs, __m512* out) {
-  __m512 even[4], odd[4];
-  for (int i = 0; i < 4; i++) even[i] = odd[i] = _mm512_setzero_ps();
-  for (int d = 0; d < pairs; d += 2) {
-    const __m512bh one = (__m512bh)keys[d], two = (__m512bh)keys[d + 1];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      even[i] = _mm512_dpbf16_ps(even[i], one, (__m512bh)broadcast4(q[i] + 2 * d));
-      odd[i] = _mm512_dpbf16_ps(odd[i], two, (__m512bh)broadcast4(q[i] + 2 * d + 2));
+// Scores of B blocks of 16 keys, each laid out by pairs of a head's values, with N queries. Registers hold them all, so
+// that a value read is used more than once.
+template <int N, int B>
+inline void score(const __m512i* const* keys, const uint16_t* const* q, int pairs, __m512 (*out)[TOGETHER]) {
+  __m512 sum[B][N];
+  for (int b = 0; b < B; b++)
+    for (int i = 0; i < N; i++) sum[b][i] = _mm512_setzero_ps();
+  for (int d = 0; d < pairs; d++) {
+    __m512bh key[B];
+    for (int b = 0; b < B; b++) key[b] = (__m512bh)keys[b][d];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      const __m512bh query = (__m512bh)broadcast4(q[i] + 2 * d);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) sum[b][i] = _mm512_dpbf16_ps(sum[b][i], key[b], query);
     }
   }
-  for (int i = 0; i < 4; i++) out[i] = _mm512_add_ps(even[i], odd[i]);
+  for (int b = 0; b < B; b++)
+    for (int i = 0; i < N; i++) out[b][i] = sum[b][i];
 }
 
-// Adds 16 values, laid out by pairs of keys, under the weights of up to 4 queries; 16 of a head's values at a time.
-inline void mix4(const __m512i* values, const uint16_t* const* weights, float* const* to, int count, int chunks) {
-  for (int c = 0; c < chunks; c++) {
-    __m512 sum[4];
-    for (int i = 0; i < 4; i++) sum[i] = _mm512_loadu_ps(to[i] + c * LANES);
+// Adds 16 values, laid out by pairs of keys, under the weights of up to N queries; C times 16 of a head's values at once.
+template <int N, int C>
+inline void mix(const __m512i* values, const uint16_t* const* weights, float* const* to, int count, int chunks) {
+  for (int c = 0; c < chunks; c += C) {
+    __m512 sum[C][N];
+    for (int b = 0; b < C; b++)
+      for (int i = 0; i < N; i++) sum[b][i] = _mm512_loadu_ps(to[i] + (c + b) * LANES);
 #pragma GCC unroll 8
     for (int j = 0; j < KEYS / 2; j++) {
-      const __m512bh value = (__m512bh)values[j * chunks + c];
+#pragma GCC unroll 8
+      for (int i = 0; i < N; i++) {
+        const __m512bh weight = (__m512bh)broadcast4(weights[i] + 2 * j);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sum[i] = _mm512_dpbf16_ps(sum[i], value, (__m512bh)broadcast4(weights[i] + 2 * j));
+        for (int b = 0; b < C; b++)
+          sum[b][i] = _mm512_dpbf16_ps(sum[b][i], (__m512bh)values[j * chunks + c + b], weight);
+      }
     }
-    for (int i = 0; i < count; i++) _mm512_storeu_ps(to[i] + c * LANES, sum[i]);
+    for (int b = 0; b < C; b++)
+      for (int i = 0; i < count; i++) _mm512_storeu_ps(to[i] + (c + b) * LANES, sum[b][i]);
   }
 }
 
-// `mix4` for one query that sees the first `left` of the 16 alone: what lies behind may be no number.
+// `mix` for one query that sees the first `left` of the 16 alone: what lies behind may be no number.
 inline void mix_some(const __m512i* values, const uint16_t* weights, float* to, int left, int chunks) {
   for (int c = 0; c < chunks; c++) {
     __m512 sum = _mm512_loadu_ps(to + c * LANES);
@@ -587,6 +632,25 @@ inline void mix_some(const __m512i* values, const uint16_t* weights, float* to, 
     }
     _mm512_storeu_ps(to + c * LANES, sum);
   }
+}
+
+// Puts the scores of a query with block `b` of keys in their place, those alone that it sees.
+inline void keep_score(Workspace& space, int query, float* scores, int b, int seen, __m512 made) {
+  const int left = seen - b * KEYS;
+  if (left <= 0) return;
+  if (left < KEYS) made = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), __mmask16((1u << left) - 1), made);
+  _mm512_storeu_ps(scores + b * KEYS, made);
+  space.most[query] = b == 0 ? made : _mm512_max_ps(space.most[query], made);
+}
+
+// The weights of a query over 16 keys, of which it sees the first `left`, not yet divided by their sum.
+inline void weigh(Workspace& space, int query, const float* scores, int left) {
+  const __m512 score = _mm512_loadu_ps(scores);
+  __m512 weight = exp_of(_mm512_sub_ps(score, _mm512_set1_ps(space.top[query])));
+  weight = _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q), score);
+  if (left < KEYS) weight = _mm512_maskz_mov_ps(__mmask16((1u << left) - 1), weight);
+  store_bf16(space.weights + query * KEYS, weight);
+  space.total[query] = _mm512_add_ps(space.total[query], load_bf16(space.weights + query * KEYS));
 }
 
 // Rows [first, last) of one sequence over one KV head. Where there are several, each sees what the last one sees
@@ -612,52 +676,43 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
   }
 
   float* scores = space.scores.of(size_t(queries) * padded);
-  for (int b = 0; b < blocks; b++) {
-    const uint16_t* at[KEYS];
-    for (int j = 0; j < KEYS; j++) at[j] = keys + size_t(sight.place(b * KEYS + j)) * width;
-    for (int part = 0; part < pairs / 16; part++) {
-      for (int j = 0; j < KEYS; j++) space.keys[part * 16 + j] = _mm512_loadu_si512(at[j] + part * 32);
-      transpose16(space.keys + part * 16);
-    }
-    for (int i = 0; i < queries; i += 4) {
-      const int some = std::min(4, queries - i);
-      if (counts[i + some - 1] <= b * KEYS) continue;  // counts rise
-      const uint16_t* own[4];
-      for (int n = 0; n < 4; n++) own[n] = q + std::min(i + n, queries - 1) * width;
-      __m512 made[4];
-      score4(space.keys, own, pairs, made);
-      for (int n = 0; n < some; n++) {
-        const int left = counts[i + n] - b * KEYS;
-        if (left < KEYS) {
-          const __mmask16 seen = left > 0 ? __mmask16((1u << left) - 1) : __mmask16(0);
-          made[n] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, made[n]);
-        }
-        _mm512_storeu_ps(scores + size_t(i + n) * padded + b * KEYS, made[n]);
+  for (int b = 0; b < blocks; b += 2) {
+    const int both = std::min(2, blocks - b);
+    const __m512i* laid[2] = {space.keys, space.keys + pairs};
+    for (int n = 0; n < both; n++) {
+      const uint16_t* at[KEYS];
+      for (int j = 0; j < KEYS; j++) at[j] = keys + size_t(sight.place((b + n) * KEYS + j)) * width;
+      for (int part = 0; part < pairs / 16; part++) {
+        __m512i* to = space.keys + n * pairs + part * 16;
+        for (int j = 0; j < KEYS; j++) to[j] = _mm512_loadu_si512(at[j] + part * 32);
+        transpose16(to);
       }
     }
-  }
-
-  uint16_t* weights = space.weights.of(size_t(queries) * padded);
-  float* mixed = space.mixed.of(size_t(queries) * width + QUERIES);
-  float* inverse = mixed + size_t(queries) * width;
-  for (int i = 0; i < queries; i++) {
-    const int own = (counts[i] + KEYS - 1) / KEYS * KEYS;
-    const float* row = scores + size_t(i) * padded;
-    __m512 most = _mm512_loadu_ps(row), total = _mm512_setzero_ps();
-    for (int j = KEYS; j < own; j += KEYS) most = _mm512_max_ps(most, _mm512_loadu_ps(row + j));
-    __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    for (int j = 0; j < own; j += KEYS) {
-      __m512 score = _mm512_loadu_ps(row + j);
-      __m512 weight = exp_of(_mm512_sub_ps(score, top));
-      weight = _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q), score);
-      if (counts[i] - j < KEYS) weight = _mm512_maskz_mov_ps(__mmask16((1u << (counts[i] - j)) - 1), weight);
-      store_bf16(weights + size_t(i) * padded + j, weight);
-      total = _mm512_add_ps(total, load_bf16(weights + size_t(i) * padded + j));
+    for (int i = 0, some; i < queries; i += some) {
+      some = std::min(TOGETHER, queries - i);
+      if (counts[i + some - 1] <= b * KEYS) continue;  // counts rise
+      const uint16_t* own[TOGETHER];
+      for (int n = 0; n < TOGETHER; n++) own[n] = q + std::min(i + n, queries - 1) * width;
+      __m512 made[2][TOGETHER];
+      if (some <= TOGETHER / 2) {
+        if (both == 2) score<TOGETHER / 2, 2>(laid, own, pairs, made);
+        else score<TOGETHER / 2, 1>(laid, own, pairs, made);
+      } else {
+        if (both == 2) score<TOGETHER, 2>(laid, own, pairs, made);
+        else score<TOGETHER, 1>(laid, own, pairs, made);
+      }
+      for (int query = i; query < i + some; query++)
+        for (int n = 0; n < both; n++)
+          keep_score(space, query, scores + size_t(query) * padded, b + n, counts[query], made[n][query - i]);
     }
-    inverse[i] = 1.0f / _mm512_reduce_add_ps(total);
   }
-  std::memset(mixed, 0, size_t(queries) * width * sizeof(float));
 
+  float* mixed = space.mixed.of(size_t(queries) * width);
+  std::memset(mixed, 0, size_t(queries) * width * sizeof(float));
+  for (int i = 0; i < queries; i++) {
+    space.top[i] = _mm512_reduce_max_ps(space.most[i]);
+    space.total[i] = _mm512_setzero_ps();
+  }
   for (int b = 0; b < blocks; b++) {
     for (int j = 0; j < KEYS; j += 2) {
       const uint16_t* one = values + size_t(sight.place(b * KEYS + j)) * width;
@@ -669,22 +724,25 @@ void attend(Model& m, const Pass& pass, int index, int first, int last, int kv_h
       }
     }
     int i = 0;
+    while (i < queries && counts[i] <= b * KEYS) i++;
+    for (int n = i; n < queries; n++) weigh(space, n, scores + size_t(n) * padded + b * KEYS, counts[n] - b * KEYS);
     for (; i < queries && counts[i] < (b + 1) * KEYS; i++)
-      if (counts[i] > b * KEYS)
-        mix_some(space.values, weights + size_t(i) * padded + b * KEYS, mixed + size_t(i) * width, counts[i] - b * KEYS,
-                 chunks);
-    for (; i < queries; i += 4) {
-      const uint16_t* own[4];
-      float* to[4];
-      for (int n = 0; n < 4; n++) {
-        own[n] = weights + size_t(std::min(i + n, queries - 1)) * padded + b * KEYS;
+      mix_some(space.values, space.weights + i * KEYS, mixed + size_t(i) * width, counts[i] - b * KEYS, chunks);
+    for (int some; i < queries; i += some) {
+      some = std::min(TOGETHER, queries - i);
+      const uint16_t* own[TOGETHER];
+      float* to[TOGETHER];
+      for (int n = 0; n < TOGETHER; n++) {
+        own[n] = space.weights + std::min(i + n, queries - 1) * KEYS;
         to[n] = mixed + size_t(std::min(i + n, queries - 1)) * width;
       }
-      mix4(space.values, own, to, std::min(4, queries - i), chunks);
+      if (some > TOGETHER / 2) mix<TOGETHER, 2>(space.values, own, to, some, chunks);
+      else if (chunks % 4 == 0) mix<TOGETHER / 2, 4>(space.values, own, to, some, chunks);
+      else mix<TOGETHER / 2, 2>(space.values, own, to, some, chunks);
     }
   }
   for (int i = 0; i < queries; i++) {
-    const __m512 by = _mm512_set1_ps(inverse[i]);
+    const __m512 by = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(space.total[i]));
     const float* from = mixed + size_t(i) * width;
     const int at = (kv_head * group + i % group) * width;
     for (int d = 0; d < width; d += GROUP)
