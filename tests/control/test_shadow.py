@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import pytest
@@ -71,3 +72,29 @@ def test_a_sequence_that_was_away_goes_on() -> None:
     for keys in ([0, 1], [0], [0, 1]):
         shadow.add(keys, [CONTEXT] * len(keys), [1] * len(keys))
     assert shadow.seconds == pytest.approx(plainly([3, 2], 2, cost), rel=2e-2)
+
+
+def test_seconds_are_asked_while_rounds_are_booked() -> None:
+    """The server's metrics are read on another thread than the engine's."""
+    shadow, over, failed = PlainShadow(cost_of()), threading.Event(), []
+
+    def ask() -> None:
+        last = 0.0
+        while not over.is_set():
+            try:
+                now = shadow.seconds
+            except RuntimeError as error:  # the books changed under the reader
+                failed.append(str(error))
+                return
+            if now < last - 1e-6:
+                failed.append(f"{now} after {last}")
+            last = now
+
+    reader = threading.Thread(target=ask)
+    reader.start()
+    for turn in range(3000):
+        keys = [turn, turn + 1, turn + 2]
+        shadow.add(keys, [CONTEXT] * 3, [3, 1, 2])
+    over.set()
+    reader.join()
+    assert not failed

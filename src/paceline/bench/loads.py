@@ -67,7 +67,7 @@ class BlockTimes:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> BlockTimes:
-        return cls(row["wall_s"], row["tokens"], tuple(Rounds(**r) for r in row["rounds"]), row["saved_s"])
+        return cls(row["wall_s"], row["tokens"], tuple(Rounds(**r) for r in row["rounds"]), row.get("saved_s"))
 
 
 Load = Callable[[Block], tuple[list[Sample], BlockTimes]]

@@ -9,8 +9,8 @@ from paceline.errors import InvalidParameter
 __all__ = ["BYTES_PER_WEIGHT", "PRECISIONS", "floats_of", "pick_precision", "stock_products"]
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
-# int4: half a byte, and a scale and a minimum of 2 bytes each for 32 weights
-BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
+# int8 a scale, int4 a scale and a minimum, of 2 bytes each for 32 weights
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0625, "int4": 0.625}
 
 
 def pick_precision(name: str, device: torch.device) -> str:

@@ -8,6 +8,7 @@ Prompts are left out, as they cost the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,28 +29,32 @@ class _Run:
 
 
 class PlainShadow:
-    """`cost` prices a round at the time at which the shadow runs it."""
+    """`cost` prices a round at the time at which the shadow runs it. `seconds` may be asked from any thread."""
 
     def __init__(self, cost: LiveCost) -> None:
         self._cost = cost
         self._runs: dict[int, _Run] = {}  # by key, in the order of their first rounds
         self._places, self._seconds = 1, 0.0
+        self._lock = threading.Lock()
 
     def add(self, keys: Seq[int], contexts: Seq[int], emitted: Seq[int]) -> None:
         """A round of the engine: sequences, tokens of each before it, and tokens each emitted. Who is not in it any
         more has ended."""
-        for run in self._runs.values():
-            run.ended = True
-        for key, context, tokens in zip(keys, contexts, emitted, strict=True):
-            run = self._runs.setdefault(key, _Run(context))
-            run.emitted, run.ended = run.emitted + tokens, False
-        self._places = max(self._places, len(keys))
-        self._seconds += self._decode(self._runs)
+        with self._lock:
+            for run in self._runs.values():
+                run.ended = True
+            for key, context, tokens in zip(keys, contexts, emitted, strict=True):
+                run = self._runs.setdefault(key, _Run(context))
+                run.emitted, run.ended = run.emitted + tokens, False
+            self._places = max(self._places, len(keys))
+            self._seconds += self._decode(self._runs)
 
     @property
     def seconds(self) -> float:
         """Of all tokens emitted so far, as if no more came."""
-        return self._seconds + self._decode({key: replace(run, ended=True) for key, run in self._runs.items()})
+        with self._lock:
+            settled, left = self._seconds, {key: replace(run, ended=True) for key, run in self._runs.items()}
+        return settled + self._decode(left)
 
     def _decode(self, runs: dict[int, _Run]) -> float:
         """Run what can be run; the seconds it takes. Several rounds of the same sequences are priced in the middle."""
