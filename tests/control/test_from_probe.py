@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "plan"))
 
-from probe_toys import made_up_probe
+from probe_toys import machine, made_up_probe
 
 from paceline.errors import UsageError
 from paceline.plan.control.controller import Controller
@@ -45,13 +46,20 @@ def test_prices_are_the_probes() -> None:
     seed = pass_steps(probe())
     assert [seed.at(r) for r in (1, 4, 16)] == pytest.approx([1.0, 1.15, 1.75])
     four = pass_steps(probe(), 4)
-    assert four.at(1) == pytest.approx(1.15) and four.key_s == 0.0
+    assert four.at(1) == pytest.approx(1.15) and four.key_s == four.sequence_s == 0.0
     steps = draft_steps(probe().drafter("b"))
     assert steps is not None and steps.at(1) == pytest.approx(0.1)
     assert draft_steps(probe().drafter("a")) is None
     single = DrafterTimes("b", "model", 0.0, probe().drafter("b").steps[:1])
     made = draft_steps(single)
     assert made is not None and made.at(32) > made.at(1)
+
+
+def test_what_a_sequence_adds_is_the_probes() -> None:
+    passes = machine(lambda batch, width, _: 1.0 + 0.05 * batch * width + 0.02 * batch)
+    seed = pass_steps(replace(probe(), passes=passes))
+    assert seed.sequence_s == pytest.approx(0.02)
+    assert LiveCost(seed).seconds(8, 0, 4) == pytest.approx(1.0 + 0.4 + 0.08)
 
 
 @pytest.mark.parametrize(

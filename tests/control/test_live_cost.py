@@ -20,9 +20,9 @@ def noisy(generator: random.Random, spread: float = 0.03) -> float:
 
 def test_starts_where_it_was_seeded() -> None:
     cost = LiveCost(SEED, block=4)
-    assert cost.seconds(1, 0) == cost.seconds(4, 0) == pytest.approx(SEED.at(4))
-    assert cost.seconds(8, 0) == pytest.approx(0.011)
-    assert cost.seconds(9, 0) == cost.seconds(12, 0) == pytest.approx(0.012)
+    assert cost.seconds(1, 0, 1) == cost.seconds(4, 0, 1) == pytest.approx(SEED.at(4))
+    assert cost.seconds(8, 0, 1) == pytest.approx(0.011)
+    assert cost.seconds(9, 0, 1) == cost.seconds(12, 0, 1) == pytest.approx(0.012)
 
 
 def test_finds_a_cliff_and_keeps_it() -> None:
@@ -30,10 +30,10 @@ def test_finds_a_cliff_and_keeps_it() -> None:
     cost, generator = LiveCost(SEED, block=4), random.Random(1)
     for _ in range(400):
         rows = generator.choice((1, 5, 8, 9, 14))
-        cost.observe(rows, 0, (0.020 if rows <= 8 else 0.040) * noisy(generator))
-    assert cost.seconds(8, 0) / cost.seconds(1, 0) == pytest.approx(1.0, abs=0.03)
-    assert cost.seconds(9, 0) / cost.seconds(8, 0) == pytest.approx(2.0, rel=0.05)
-    assert cost.seconds(1, 0) == pytest.approx(0.020, rel=0.05)
+        cost.observe(rows, 0, 1, (0.020 if rows <= 8 else 0.040) * noisy(generator))
+    assert cost.seconds(8, 0, 1) / cost.seconds(1, 0, 1) == pytest.approx(1.0, abs=0.03)
+    assert cost.seconds(9, 0, 1) / cost.seconds(8, 0, 1) == pytest.approx(2.0, rel=0.05)
+    assert cost.seconds(1, 0, 1) == pytest.approx(0.020, rel=0.05)
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -46,20 +46,20 @@ def test_a_stall_is_nobodys_cost(clip: bool, monkeypatch: pytest.MonkeyPatch) ->
     for i in range(1000):
         rows = 1 if i % 2 else 8
         stall = 50.0 if rows == 8 and i % 100 < 4 else 1.0
-        cost.observe(rows, 0, SEED.at(max(rows, 4)) * stall * noisy(generator))
+        cost.observe(rows, 0, 1, SEED.at(max(rows, 4)) * stall * noisy(generator))
         if i > 100:
-            worst = max(worst, cost.seconds(8, 0) / cost.seconds(1, 0))
+            worst = max(worst, cost.seconds(8, 0, 1) / cost.seconds(1, 0, 1))
     assert (worst < 1.12) == clip, worst
 
 
 def test_a_slower_machine_does_not_make_the_length_in_use_look_dear() -> None:
     """All rounds have 8 rows while the machine turns three times slower: 8 rows cost what they did beside 1."""
     cost, generator = LiveCost(SEED, block=4), random.Random(3)
-    before = cost.seconds(8, 0) / cost.seconds(1, 0)
+    before = cost.seconds(8, 0, 1) / cost.seconds(1, 0, 1)
     for i in range(300):
-        cost.observe(8, 0, 0.011 * (3.0 if i > 150 else 1.0) * noisy(generator))
-    assert cost.seconds(8, 0) == pytest.approx(0.033, rel=0.05)
-    assert cost.seconds(8, 0) / cost.seconds(1, 0) == pytest.approx(before, rel=0.12)
+        cost.observe(8, 0, 1, 0.011 * (3.0 if i > 150 else 1.0) * noisy(generator))
+    assert cost.seconds(8, 0, 1) == pytest.approx(0.033, rel=0.05)
+    assert cost.seconds(8, 0, 1) / cost.seconds(1, 0, 1) == pytest.approx(before, rel=0.12)
 
 
 def test_learns_what_context_costs() -> None:
@@ -69,7 +69,7 @@ def test_learns_what_context_costs() -> None:
     for _ in range(3000):
         rows, context = generator.choice((1, 8)), generator.choice((512, 4096, 8192))
         keys = cost.keys(rows, context)
-        cost.observe(rows, keys, true.seconds(rows, keys) * noisy(generator))
+        cost.observe(rows, keys, 1, true.seconds(rows, keys, 1) * noisy(generator))
     assert cost.key_s == pytest.approx(2e-7, rel=0.25)
 
 
@@ -78,15 +78,15 @@ def test_forgets() -> None:
     for i in range(1200):
         dear = 1.0 if i < 600 else 1.5
         rows = 1 if i % 2 else 16
-        cost.observe(rows, 0, SEED.at(max(rows, 4)) * (dear if rows == 16 else 1.0))
-    ratio = cost.seconds(16, 0) / cost.seconds(4, 0)
+        cost.observe(rows, 0, 1, SEED.at(max(rows, 4)) * (dear if rows == 16 else 1.0))
+    ratio = cost.seconds(16, 0, 1) / cost.seconds(4, 0, 1)
     assert ratio == pytest.approx(1.5 * SEED.at(16) / SEED.at(4), rel=0.06)
 
 
 def test_rows_past_the_largest_go_on_rising() -> None:
     cost = LiveCost(SEED, block=4, largest=64)
-    assert cost.seconds(200, 0) > cost.seconds(100, 0) > cost.seconds(64, 0)
-    cost.observe(200, 0, 0.001)
+    assert cost.seconds(200, 0, 1) > cost.seconds(100, 0, 1) > cost.seconds(64, 0, 1)
+    cost.observe(200, 0, 1, 0.001)
     assert cost.rounds == 0, "a pass larger than the table teaches nothing"
 
 

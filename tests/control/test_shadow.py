@@ -25,7 +25,7 @@ def plainly(tokens: list[int], places: int, cost: LiveCost) -> float:
     while waiting or running:
         while waiting and len(running) < places:
             running.append([0, waiting.popleft()])
-        seconds += cost.seconds(len(running), sum(cost.keys(1, CONTEXT + done) for done, _ in running))
+        seconds += cost.seconds(len(running), sum(cost.keys(1, CONTEXT + done) for done, _ in running), len(running))
         running = [[done + 1, left - 1] for done, left in running if left > 1]
     return seconds
 

@@ -67,9 +67,9 @@ def controller(
     world: Prices, drafters: int, options: ControlOptions | None = None, seed_error: float = 1.0
 ) -> Controller:
     """Its costs are seeded right, or with rows `seed_error` times as dear as they are."""
-    plain = world.passes.seconds(1, 0)
+    plain = world.passes.seconds(1, 0, 1)
     rows = tuple(range(1, 161))
-    seed = StepTimes(rows, tuple(plain + seed_error * (world.passes.seconds(r, 0) - plain) for r in rows))
+    seed = StepTimes(rows, tuple(plain + seed_error * (world.passes.seconds(r, 0, 1) - plain) for r in rows))
     facts = [DrafterFacts(f"d{i}", world.steps.get(i)) for i in range(drafters)]
     return Controller(facts, LiveCost(seed, world.passes.block, 160), options)
 

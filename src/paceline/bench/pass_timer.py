@@ -1,7 +1,8 @@
 """Times of passes by batch, width and context, made in turns so that every point sees the same machine.
 
-A pass is what a round does around the model: rows laid out, the pass, the most probable token of every row. The
-cache holds zeros; how long a pass takes does not depend on what it reads.
+A pass of a draft model is rows laid out, the pass, the most probable token of every row. Of a target it is the pass
+alone, and what a round takes `around` it comes on top. The cache holds zeros; how long a pass takes does not depend on
+what it reads, as long as it was written once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from paceline.decode.cache import KVCache
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.step import Span, build_inputs
 from paceline.decode.verify.probabilities import greedy_tokens
+from paceline.plan.control.cost import Around
 from paceline.plan.probe_file import PassTime
 
 __all__ = ["PassTimer", "Point"]
@@ -24,6 +26,7 @@ class PassTimer:
     """Repeats of the points of one model.
 
     prefill   each point is one prompt chunk of `width` tokens, of which the last row is wanted
+    around    what a round takes beside its pass; None times a step of a draft model
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class PassTimer:
         points: Sequence[Point],
         *,
         prefill: bool = False,
+        around: Around | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model, self._prefill, self._clock = model, prefill, clock
+        self.model, self._prefill, self._around, self._clock = model, prefill, around, clock
         self._points = [p for p in dict.fromkeys(points) if p[1] + p[2] <= model.max_positions]
         self._seconds: dict[Point, list[float]] = {}
         self._sweeps = 0
@@ -74,7 +78,11 @@ class PassTimer:
             for slot in range(batch)
         ]
         inputs = build_inputs(spans, cache.capacity, self.model.geometry, self.model.row_policy)
+        laid_out = self._clock()
         logits = self.model.forward(inputs, cache).logits
+        if self._around is not None:
+            float(logits[0, 0])  # waits for a device that computes beside
+            return self._clock() - laid_out + self._around.at(batch, batch * width)
         tokens, usable = greedy_tokens(logits, self.model.vocab_width)
         tokens.tolist(), usable.tolist()
         return self._clock() - began
@@ -85,6 +93,6 @@ class PassTimer:
         if known is None or known.capacity < tokens:
             longest = max(w + c for b, w, c in [*self._points, (slots, tokens, 0)] if b == slots)
             known = self.model.new_cache(slots, longest)
-            known.reserve_capacity(longest)
+            known.touch(longest)
             self._caches[slots] = known
         return known

@@ -25,6 +25,7 @@ from paceline.bench.replay import Text, model_of, replay
 from paceline.bench.workloads import Workload, WorkloadPrompt
 from paceline.core.output import Completion
 from paceline.core.sampling import SamplingParams
+from paceline.decode.around import time_around
 from paceline.decode.draft.base import Drafter
 from paceline.decode.llm import LLM
 from paceline.decode.model.checkpoint import inspect_checkpoint
@@ -62,6 +63,7 @@ _LONG_CONTEXTS = (1024, 2048)
 _LONG_POINTS = ((1, 1), (1, 8), (4, 1), (4, 4))
 _PREFILL = (64, 128, 256, 512)
 _REPEATS = 9  # of every pass at most
+_AROUND_ROUNDS = 5
 _AT_THE_DEPTH = 4  # the draft length at which uncertainty of AL is weighed
 
 
@@ -149,8 +151,9 @@ def make_timers(
     points += [(b, w, c) for c in _LONG_CONTEXTS if c + 8 <= llm.max_context for b, w in _LONG_POINTS if b <= largest]
     chunk = llm.engine.options.prefill_chunk
     prefill: list[Point] = [(1, w, 0) for w in _PREFILL if w <= min(chunk, llm.max_context)]
+    around = time_around(llm.engine.model, min(largest, max(_WIDTHS)), _AROUND_ROUNDS, clock)
     timers = {
-        "passes": PassTimer(llm.engine.model, points, clock=clock),
+        "passes": PassTimer(llm.engine.model, points, around=around, clock=clock),
         "prefill": PassTimer(llm.engine.model, prefill, prefill=True, clock=clock),
     }
     for name, drafter in drafters.items():

@@ -18,6 +18,7 @@ from paceline.core.grammar import Grammar
 from paceline.core.output import Completion, Delta, RequestOutput
 from paceline.core.records import StepRecord, TraceWriter
 from paceline.core.sampling import SamplingParams
+from paceline.decode.around import time_around
 from paceline.decode.draft.build import DraftModel, build_drafters, parse_drafts
 from paceline.decode.draft.registry import DraftSpec
 from paceline.decode.engine import Engine, EngineOptions
@@ -41,6 +42,7 @@ __all__ = ["LLM", "Prompt", "TokenStream"]
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
 _DEFAULT_CONTEXT = 4096
+_AROUND = 8  # sequences among which it is timed what a round takes beside its pass
 
 
 class LLM:
@@ -133,6 +135,7 @@ class LLM:
             stop_ids=self.checkpoint.eos_token_ids,
             keep=prefix_cache,
             probe=None if probe is None else self._read_probe(probe, decoder),
+            around=lambda: time_around(decoder, min(max_batch, _AROUND)),
         )
         self.defaults = DraftSettings(self.draft_set.default, draft_length, verify, tree_size, relaxed)
         check_tree_size(self.defaults, self.draft_set.drafters.get(self.draft_set.default))

@@ -17,7 +17,7 @@ from paceline.decode.model.checkpoint import Checkpoint
 from paceline.decode.model.overlap import Translation
 from paceline.decode.pass_cost import live_cost, time_passes
 from paceline.errors import UsageError
-from paceline.plan.control.cost import StepTimes
+from paceline.plan.control.cost import Around, StepTimes
 from paceline.plan.control.from_probe import draft_steps, pass_steps, teach
 from paceline.plan.probe_file import ProbeFile
 
@@ -98,11 +98,13 @@ def build_drafters(
     stop_ids: frozenset[int] = frozenset(),
     keep: bool = True,
     probe: ProbeFile | None = None,
+    around: Callable[[], Around] | None = None,
 ) -> DrafterSet:
     """Drafters for `specs`. The model-free ones are always there for requests to name.
 
     `load` brings the draft model of a path; `stop_ids` end the target's texts; `keep` lets draft models go on from what
-    they computed for sequences that ended. With a `probe` of this engine the controller starts from what it measured.
+    they computed for sequences that ended. With a `probe` of this engine the controller starts from what it measured;
+    without one passes are timed, and `around` says what a round takes beside them.
     """
     drafters: dict[str, Drafter] = {kind: make_model_free(kind) for kind in MODEL_FREE}
     models: dict[str, TargetModel] = {}
@@ -127,8 +129,11 @@ def build_drafters(
         )
         for name, drafter in drafters.items()
     ]
-    seed = None if probe is None else pass_steps(probe)
-    auto = AutoDrafter(candidates, live_cost(target, max_batch, max_draft, seed))
+    if probe is not None:
+        cost = live_cost(target, max_batch, max_draft, pass_steps(probe))
+    else:
+        cost = live_cost(target, max_batch, max_draft, around=None if around is None else around())
+    auto = AutoDrafter(candidates, cost)
     if probe is not None:
         teach(auto.controller, probe)
     drafters["auto"] = auto

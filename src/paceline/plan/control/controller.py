@@ -105,10 +105,10 @@ class Controller:
         self._seen = [0] * len(drafters)  # the round in which each last drafted
         self._sequences: dict[int, _Sequence] = {}
         self._quiet, self._ended = _Quiet(10.0, 9.0, 14.0, 10.0), 0
-        self._credit_s = _FIRST_CREDIT * cost.seconds(1, 0)
+        self._credit_s = _FIRST_CREDIT * cost.seconds(1, 0, 1)
         self._plain_credit_s, self._since_plain = 0.0, 0
         self._drafted, self._typical = False, _TYPICAL
-        self._token_s = cost.seconds(1, 0)  # of a token by plain decoding, in the last round
+        self._token_s = cost.seconds(1, 0, 1)  # of a token by plain decoding, in the last round
 
     # -- sequences -----------------------------------------------------------------------------------------
 
@@ -341,15 +341,14 @@ class Controller:
         cost, count = self.cost, len(facts.queries)
         keys = sum(cost.keys(q, c) for q, c in zip(facts.queries, facts.contexts, strict=True))
         if count and not facts.prefill:
-            cost.observe(facts.rows, keys, facts.whole_s - facts.draft_s)
+            cost.observe(facts.rows, keys, count, facts.whole_s - facts.draft_s)
         plain_keys = sum(cost.keys(1, context) for context in facts.contexts)
-        plain_s = cost.seconds(count, plain_keys) if count else 0.0
-        self._credit_s = min(
-            self._credit_s + self.options.probe_share * facts.whole_s, _MOST_CREDIT * cost.seconds(max(count, 1), keys)
-        )
+        plain_s = cost.seconds(count, plain_keys, count) if count else 0.0
+        most = _MOST_CREDIT * cost.seconds(max(count, 1), keys, max(count, 1))
+        self._credit_s = min(self._credit_s + self.options.probe_share * facts.whole_s, most)
         self._token_s = plain_s / count if count else self._token_s
         self._drafted = facts.rows > count
-        drafted_s = cost.seconds(facts.rows, keys) if self._drafted else plain_s
+        drafted_s = cost.seconds(facts.rows, keys, count) if self._drafted else plain_s
         self._plain_credit_s += self.options.plain_share * facts.whole_s
         if self._drafted or facts.prefill:
             self._since_plain += 1

@@ -1,12 +1,13 @@
 """What rounds cost here and now: seconds of a target pass by its rows, and of each drafter's steps, kept live.
 
-    seconds = speed * (A[rows] + key_s * keys)
+    seconds = speed * (A[rows] + key_s * keys + sequence_s * sequences)
 
 `A` is a staircase over padded row counts, seeded by a few passes timed at load or by a probe, and corrected step
 by step from the engine's own rounds; `keys` are query-key pairs (padded queries of each sequence times its
-context); `speed` is how slow the machine is at the moment, followed within some ten rounds. Because the speed is
-common to all rows, a machine that slows down while one draft length is in use does not make that length look
-dear; a round tells of its own step only as far as its neighbours in time were of others.
+context); `sequence_s` is what a round does for each sequence around the pass, as timed; `speed` is how slow the
+machine is at the moment, followed within some ten rounds. Because the speed is common to all rows, a machine that
+slows down while one draft length is in use does not make that length look dear; a round tells of its own step only
+as far as its neighbours in time were of others.
 
 Guarantees: A never falls with rows (weighted isotonic regression); a cliff that was seen stays a cliff (steps
 are not smoothed, only those never visited are interpolated); a stall of the machine counts as a small error
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-__all__ = ["QUERY_OVERHEAD", "LiveCost", "RoundView", "StepTimes", "isotonic"]
+__all__ = ["QUERY_OVERHEAD", "Around", "LiveCost", "RoundView", "StepTimes", "isotonic"]
 
 _SPEED_SHARE = 0.1  # of an error that goes to the speed: it forgets within about ten rounds
 _STEP_MEMORY = 40.0  # visits after which a step's old errors have faded
@@ -40,18 +41,37 @@ QUERY_OVERHEAD = 4  # an attention call over q queries costs as q + 4 of them (m
 class StepTimes:
     """Seconds of a pass by its rows, as timed: rows rising. Linear between the points and past them.
 
-    key_s   seconds of a query-key pair, 0.0 where it is not known
+    key_s        seconds of a query-key pair, 0.0 where it is not known
+    sequence_s   seconds that each sequence adds to a round beside its rows and keys, that of the first in `seconds`
     """
 
     rows: Seq[int]
     seconds: Seq[float]
     key_s: float = 0.0
+    sequence_s: float = 0.0
 
     def at(self, rows: float) -> float:
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         r0, r1 = self.rows[right - 1], self.rows[right]
         t0, t1 = self.seconds[right - 1], self.seconds[right]
         return max(t0 + (t1 - t0) * (rows - r0) / (r1 - r0), min(self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Seconds of a round beside its pass and its drafting: fixed_s + sequence_s * sequences + row_s * rows."""
+
+    fixed_s: float
+    sequence_s: float
+    row_s: float
+
+    def at(self, sequences: int, rows: int) -> float:
+        return self.fixed_s + self.sequence_s * sequences + self.row_s * rows
+
+    def beside(self, passes: StepTimes) -> StepTimes:
+        """Whole rounds of one sequence, from its passes."""
+        seconds = tuple(s + self.at(1, rows) for rows, s in zip(passes.rows, passes.seconds, strict=True))
+        return StepTimes(passes.rows, seconds, passes.key_s, self.sequence_s)
 
 
 class LiveCost:
@@ -64,11 +84,12 @@ class LiveCost:
     """
 
     def __init__(self, seed: StepTimes, block: int = 1, largest: int = 256, kv_block: int = 1) -> None:
-        self.block, self.kv_block, self.key_s = block, kv_block, seed.key_s
+        self.block, self.kv_block = block, kv_block
+        self.key_s, self.sequence_s = seed.key_s, seed.sequence_s
         steps = -(-largest // block)
         own = seed.key_s * kv_block  # attention of the one sequence that was timed, short of a block of keys
         self._seed = [
-            max(seed.at(rows) - own * (rows + QUERY_OVERHEAD), 0.2 * seed.at(rows))
+            max(seed.at(rows) - own * (rows + QUERY_OVERHEAD) - seed.sequence_s, 0.2 * seed.at(rows))
             for rows in range(block, (steps + 1) * block, block)
         ]
         self._error = [0.0] * steps  # log of what was measured over the seed, by step
@@ -93,15 +114,15 @@ class LiveCost:
     def step(self, rows: int) -> int:
         return min(max(-(-rows // self.block) - 1, 0), len(self._seed) - 1)
 
-    def seconds(self, rows: int, keys: int) -> float:
+    def seconds(self, rows: int, keys: int, sequences: int) -> float:
         """Of a round without drafting and without prompts."""
-        return self.speed * (self._rows_s(rows) + self.key_s * keys)
+        return self.speed * (self._rows_s(rows) + self.key_s * keys + self.sequence_s * sequences)
 
-    def observe(self, rows: int, keys: int, seconds: float) -> None:
+    def observe(self, rows: int, keys: int, sequences: int, seconds: float) -> None:
         """A round took `seconds` beside drafting; rounds that hold prompt rows are not to be given."""
         if seconds <= 0.0 or rows > len(self._seed) * self.block:
             return
-        expected = self.seconds(rows, keys)
+        expected = self.seconds(rows, keys, sequences)
         error = math.log(seconds / expected)
         self.rounds += 1
         if self.rounds <= _FIRST_LOOKS:  # the speed alone, by a median: the first round may be a stall
@@ -132,7 +153,7 @@ class LiveCost:
     def view(self, contexts: Seq[int]) -> RoundView:
         """The cost of a round over sequences of these contexts, one block of queries each."""
         keys = sum(self.keys(1, context) for context in contexts)
-        return RoundView(self, self.speed, self.speed * self.key_s * keys)
+        return RoundView(self, self.speed, self.speed * (self.key_s * keys + self.sequence_s * len(contexts)))
 
     def _rows_s(self, rows: int) -> float:
         step = -(-rows // self.block) - 1
@@ -168,9 +189,9 @@ class LiveCost:
 class RoundView:
     """A `RoundCost` of one round, at the speed of the moment. Drafters' steps are added by `draft`."""
 
-    def __init__(self, cost: LiveCost, speed: float, keys_s: float) -> None:
+    def __init__(self, cost: LiveCost, speed: float, fixed_s: float) -> None:
         self.block = cost.block
-        self._cost, self._speed, self._keys_s = cost, speed, keys_s
+        self._cost, self._speed, self._fixed_s = cost, speed, fixed_s
         self._steps: dict[int, StepTimes] = {}
         self._factor: dict[int, float] = {}
         self._known: dict[tuple[int, int], float] = {}
@@ -181,7 +202,7 @@ class RoundView:
 
     def pass_s(self, rows: int) -> float:
         flat = self._cost.flat
-        return self._speed * (flat[rows] if rows < len(flat) else self._cost._rows_s(rows)) + self._keys_s
+        return self._speed * (flat[rows] if rows < len(flat) else self._cost._rows_s(rows)) + self._fixed_s
 
     def step_s(self, drafter: int, sequences: int) -> float:
         known = self._known.get((drafter, sequences))

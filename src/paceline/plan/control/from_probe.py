@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 from paceline.errors import UsageError
@@ -30,9 +31,22 @@ def pass_steps(probe: ProbeFile, batch: int = 1) -> StepTimes:
     """Seconds of a pass by the rows of each of `batch` sequences that are alike."""
     table = PassTable(probe.passes)
     rows = tuple(range(1, _MOST_ROWS // batch + 1)) if batch < _MOST_ROWS // 2 else (1, 2)
+    seconds = tuple(table.seconds(batch, r) for r in rows)
+    if batch > 1:
+        return StepTimes(rows, seconds)
     by_sequence, by_row = table.slopes
     key_s = by_row if by_row > 0 else by_sequence / (1 + QUERY_OVERHEAD)
-    return StepTimes(rows, tuple(table.seconds(batch, r) for r in rows), key_s if batch == 1 else 0.0)
+    return StepTimes(rows, seconds, key_s, _sequence_s(table, key_s))
+
+
+def _sequence_s(table: PassTable, key_s: float) -> float:
+    """What a sequence adds beside rows and keys: rounds of several sequences against one of as many rows."""
+    more = []
+    for batch in table.batches:
+        if batch > 1:
+            keys = (batch * (1 + QUERY_OVERHEAD) - (batch + QUERY_OVERHEAD)) * table.base
+            more.append((table.seconds(batch, 1) - table.seconds(1, batch) - key_s * keys) / (batch - 1))
+    return max(statistics.median(more), 0.0) if more else 0.0
 
 
 def draft_steps(drafter: DrafterTimes) -> StepTimes | None:

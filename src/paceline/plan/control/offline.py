@@ -146,14 +146,13 @@ def _round(
     plain_keys = sum(prices.passes.keys(1, r.context) for r in running)
     asked = 0 if isinstance(policy, Fixed) and policy.drafter is None else sum(len(a.offers) for a in asks)
     draft_s = slow * (drafted + asked * prices.ask_s)
-    whole_s = slow * prices.passes.seconds(sum(queries), keys) + draft_s
+    whole_s = slow * prices.passes.seconds(sum(queries), keys, len(running)) + draft_s
     emitted = [_advance(*each, policy) for each in zip(running, choices, lengths, strict=True)]
     contexts = [r.context - e for r, e in zip(running, emitted, strict=True)]
     if isinstance(policy, Controller):
         policy.settle(RoundFacts([r.key for r in running], sum(queries), queries, contexts, emitted, draft_s, whole_s))
-    return RoundLog(
-        len(running), sum(lengths), sum(emitted), whole_s, slow * prices.passes.seconds(len(running), plain_keys)
-    )
+    plain_s = slow * prices.passes.seconds(len(running), plain_keys, len(running))
+    return RoundLog(len(running), sum(lengths), sum(emitted), whole_s, plain_s)
 
 
 def _ask(r: _Running, prices: Prices, max_draft: int) -> Ask:

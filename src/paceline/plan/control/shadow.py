@@ -63,7 +63,7 @@ class PlainShadow:
             beside = list(islice(runs.items(), self._places))
             if rounds := min(run.emitted - run.decoded for _, run in beside):
                 keys = sum(cost.keys(1, run.context + run.decoded + rounds // 2) for _, run in beside)
-                seconds += rounds * cost.seconds(len(beside), keys)
+                seconds += rounds * cost.seconds(len(beside), keys, len(beside))
             for key, run in beside:
                 run.decoded += rounds
                 if run.ended and run.decoded == run.emitted:
