@@ -66,6 +66,21 @@ def test_a_fast_sequence_does_not_make_the_slow_ones_look_dear() -> None:
     assert shadow.seconds == pytest.approx(plainly([20, 20], 2, cost), rel=1e-3)
 
 
+def test_what_comes_after_a_rest_shares_no_round_with_what_was_before() -> None:
+    cost = cost_of()
+    shadow, alone = PlainShadow(cost), plainly([9], 1, cost)
+    for key in range(4):
+        shadow.add([key], [CONTEXT], [9])
+    assert shadow.seconds == pytest.approx(4 * alone, rel=1e-3), "one at a time, one place"
+    shadow.rest()
+    shadow.add([4, 5, 6], [CONTEXT] * 3, [9, 9, 1])
+    shadow.rest()
+    together = plainly([9, 9, 1], 3, cost)
+    for key in (7, 8):
+        shadow.add([key], [CONTEXT], [9])
+    assert shadow.seconds == pytest.approx(6 * alone + together, rel=2e-3), "and again one"
+
+
 def test_a_sequence_that_was_away_goes_on() -> None:
     cost = cost_of()
     shadow = PlainShadow(cost)

@@ -356,7 +356,10 @@ class Controller:
             if self._since_plain >= self.options.plain_every:
                 self._plain_credit_s = 0.0
             self._since_plain = 0
-        return self.ledger.add(facts, plain_s, drafted_s + facts.draft_s)
+        saved = self.ledger.add(facts, plain_s, drafted_s + facts.draft_s)
+        if not self._sequences:
+            self.ledger.rest()
+        return saved
 
 
 def _sharing(choices: Seq[Choice], drafter: int) -> list[int]:

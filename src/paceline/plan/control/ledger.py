@@ -55,6 +55,10 @@ class Ledger:
             self._look_for_useless(plain_s)
         return [e * plain_s - round_s for e in facts.emitted]
 
+    def rest(self) -> None:
+        """No sequence is left."""
+        self._shadow.rest()
+
     def _look_for_useless(self, plain_s: float) -> None:
         for facts, table in zip(self._drafters, self._tables, strict=True):
             outcomes = table.outcomes(0)

@@ -2,8 +2,9 @@
 
 The same sequences in the same order at the same places, each emitting a token a round. Which of them would share a
 round is not which do: who drafts well ends early here, and would have stayed beside the others there. So the shadow
-lags, and decodes a token once the engine has it; what it has not decoded yet is reckoned when somebody asks.
-Prompts are left out, as they cost the same.
+lags, and decodes a token once the engine has it; what it has not decoded yet is reckoned when somebody asks, and
+run when the engine rests. Its places are as many as were taken at once since the last rest. Prompts are left out, as
+they cost the same.
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ class PlainShadow:
                 run.emitted, run.ended = run.emitted + tokens, False
             self._places = max(self._places, len(keys))
             self._seconds += self._decode(self._runs)
+
+    def rest(self) -> None:
+        """No sequence is left: those here end, and do not share rounds with what comes later."""
+        with self._lock:
+            for run in self._runs.values():
+                run.ended = True
+            self._seconds += self._decode(self._runs)
+            self._places = 1
 
     @property
     def seconds(self) -> float:
