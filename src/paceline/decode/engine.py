@@ -120,6 +120,7 @@ class Engine:
         self._queue = Queue(self._room, o.max_batch, o.max_draft, self._drafter)
         self._waiting, self._running = self._queue.waiting, self._queue.running
         self._keys, self._round, self._started = count(), 0, clock()
+        self._settling = 0.0
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -208,9 +209,10 @@ class Engine:
         observed = self._clock()
         deltas += [d for d in news if d is not None]
         self._retire()
-        times = RoundTimes(began, drafted - began + observed - observing, verified - passed, self._clock())
+        drafting = drafted - began + observed - observing + self._settling
+        times = RoundTimes(began - self._settling, drafting, verified - passed, self._clock())
         add_seconds(batch, outcomes, times)
-        settle(self.drafters.autos, batch, outcomes, times)
+        self._settle(batch, outcomes, times)
         if self._on_record is not None:
             write_records(
                 self._on_record,
@@ -223,6 +225,12 @@ class Engine:
             )
         self._round += 1
         return deltas
+
+    def _settle(self, batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes) -> None:
+        """What this takes is the controllers' time; the next round bears it, since this one's books are closed."""
+        if self.drafters.autos:
+            settle(self.drafters.autos, batch, outcomes, times)
+            self._settling = self._clock() - times.ended
 
     # -- schedule and propose ------------------------------------------------------------------------------
 

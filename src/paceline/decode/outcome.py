@@ -150,9 +150,8 @@ def add_seconds(batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes)
 
 
 def settle(autos: Seq[AutoDrafter], batch: Seq[Sequence], outcomes: Seq[Outcome], times: RoundTimes) -> None:
-    """Tell the controllers what the round cost and brought; the first says what it saved each sequence."""
-    if not autos:
-        return
+    """Tell the controllers, of which there is one at least, what the round cost and brought; the first says what it
+    saved each sequence."""
     decoding = [i for i, outcome in enumerate(outcomes) if not outcome.prefill]
     facts = RoundFacts(
         keys=[batch[i].view.key for i in decoding],

@@ -44,12 +44,15 @@ class Ledger:
         return self.plain_s - self._run_s
 
     def add(self, facts: RoundFacts, plain_s: float, round_s: float) -> list[float]:
-        """Book a round that took `round_s`, and plain `plain_s`; the seconds it saved each of its sequences."""
+        """Book a round that took `round_s`, and plain `plain_s`; the seconds it saved each of its sequences.
+
+        Of a round that only read prompts, the time that drafters took to begin.
+        """
+        self.draft_s += facts.draft_s
+        self._run_s += round_s
         if not facts.emitted:
             return []
         self.rounds += 1
-        self.draft_s += facts.draft_s
-        self._run_s += round_s
         self._shadow.add(facts.keys, facts.contexts, facts.emitted)
         if self.rounds % 32 == 0:
             self._look_for_useless(plain_s)
