@@ -187,7 +187,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (TraceWriter, "write", "trace lines"),
     (AutoDrafter, "propose", "auto: propose"),
     (AutoDrafter, "observe", "auto: observe"),
-    (AutoDrafter, "_learn", "auto: hold against"),
+    (AutoDrafter, "_hold", "auto: hold against"),
     (Controller, "choose", "controller: choose"),
     (Controller, "refine", "controller: refine"),
     (Controller, "worth_going_on", "controller: go on?"),

@@ -11,7 +11,7 @@ from control_twins import Formula, best_by_enumeration, rate_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.control.lengths import Contender, Load, Option, Pick, choose_lengths
+from paceline.plan.control.lengths import Contender, Load, Option, Pick, choose_free, choose_lengths
 
 
 def survival_of(acceptance: list[float]) -> list[float]:
@@ -49,6 +49,27 @@ def test_a_batch_with_one_free_drafter_is_solved_exactly_over_any_cost(
     plan = choose_lengths(state, cost, load)
     assert plan.rate == pytest.approx(best_by_enumeration(state, cost, load))
     assert plan.rate == pytest.approx(rate_of(state, plan.picks, cost, load))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    offers=st.lists(st.one_of(st.just([]), chances), min_size=1, max_size=6),
+    table=steps,
+    load=loads,
+    block=st.integers(1, 4),
+    block_s=st.floats(0.0, 0.5),
+    min_gain=st.sampled_from([0.0, 0.02, 0.2]),
+)
+def test_free_drafters_alone_are_chosen_for_alike(
+    offers: list[list[float]], table: list[float], load: Load, block: int, block_s: float, min_gain: float
+) -> None:
+    cost = Formula(lambda rows: table[min(rows, len(table)) - 1], block=block)
+    blocks_s = [block_s * (1 + i) for i in range(len(offers))]
+    state = [Contender((Option(s),) if s else (), b) for s, b in zip(offers, blocks_s, strict=True)]
+    expected = choose_lengths(state, cost, load, min_gain)
+    lengths, plan = choose_free(offers, blocks_s, cost, load, min_gain)
+    assert lengths == [pick.length for pick in expected.picks]
+    assert plan[1:] == expected[1:]
 
 
 def test_a_costly_drafter_alone_is_weighed_exactly() -> None:
@@ -121,7 +142,7 @@ def test_more_load_never_drafts_deeper() -> None:
     lengths = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
         state = [Contender((Option(survival_of([0.6] * 8)),)) for _ in range(batch)]
-        lengths.append(max(pick.nodes for pick in choose_lengths(state, Formula(seconds), Load()).picks))
+        lengths.append(max(pick.length for pick in choose_lengths(state, Formula(seconds), Load()).picks))
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 8 and lengths[-1] == 0
 
 

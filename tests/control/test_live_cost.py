@@ -100,3 +100,13 @@ def test_isotonic_rises_and_keeps_what_rises(values: list[float], weights: list[
     assert isotonic(sorted(values), weights[: len(values)]) == pytest.approx(sorted(values))
     total = sum(v * w for v, w in zip(values, weights, strict=False))
     assert sum(v * w for v, w in zip(found, weights, strict=False)) == pytest.approx(total)
+
+
+def test_passes_are_priced_one_by_one_or_together() -> None:
+    """Past the end of the table as well."""
+    cost = LiveCost(StepTimes((1, 8, 16, 32), (0.010, 0.011, 0.013, 0.018), key_s=1e-7), block=4, largest=24)
+    for i in range(100):
+        cost.observe(1 + i % 24, 500, 1, 0.01 + 0.0007 * (i % 24))
+    view = cost.view([300, 17])
+    for rows, count in ((1, 40), (20, 3), (24, 1), (25, 6), (7, 0)):
+        assert view.passes_s(rows, count) == [view.pass_s(r) for r in range(rows, rows + count)]

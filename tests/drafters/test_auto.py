@@ -10,8 +10,6 @@ from collections.abc import Sequence as Seq
 
 import pytest
 from drafter_toys import Loop
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.core.sampling import SamplingParams
@@ -20,7 +18,7 @@ from paceline.decode.draft.base import Needs, SequenceView
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
 from paceline.plan.control.records import Choice, RoundFacts
-from paceline.plan.control.survival import AcceptanceTable, Learner
+from paceline.plan.control.survival import AcceptanceTable
 
 
 class Scripted:
@@ -161,96 +159,34 @@ def test_drafts_made_and_not_verified_are_watched_all_the_same() -> None:
     assert auto.controller.tables[0].estimate(0, 0.05) > 0.5
 
 
-outcomes = st.tuples(
-    st.integers(0, 9), st.one_of(st.none(), st.floats(0.0, 1.0)), st.booleans(), st.sampled_from([0, 2, 3])
-)
-
-
-@given(
-    seen=st.lists(outcomes, max_size=400),
-    confidence=st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=9),
-)
-@settings(max_examples=60, deadline=None)
-def test_estimates_are_those_of_their_definition_and_survival_is_their_product(
-    seen: list[tuple[int, float | None, bool, int]], confidence: list[float | None]
-) -> None:
-    """Slow twin: one count after the other, from the prior to all temperatures to its own."""
-    counts: dict[tuple[int | None, int, int | None], tuple[float, float]] = {}
-    fresh, learner = AcceptanceTable(), Learner(AcceptanceTable(), 2)
-    learner.record(0, confidence, max(len(confidence) - 1, 0))
-    for position, stated, hit, temperatures in seen:
-        cell = min(position, 7), None if stated is None else _tenth(stated)
-        for key in ((temperatures, *cell), (None, *cell)):
-            accepted, total = counts.get(key, (0.0, 0.0))
-            accepted, total = accepted + hit, total + 1.0
-            counts[key] = (accepted * min(1.0, 256.0 / total), min(total, 256.0))
-        fresh.record(position, stated, hit, temperatures)
-    for position in range(9):
-        for stated in (None, 0.05, 0.5, 0.93, 0.999):
-            for temperatures in (0, 2, 3):
-                cell = min(position, 7), None if stated is None else _tenth(stated)
-                prior = 0.6 if stated is None else min(stated, 0.99)
-                accepted, total = counts.get((None, *cell), (0.0, 0.0))
-                pooled = (accepted + 8.0 * prior) / (total + 8.0)
-                accepted, total = counts.get((temperatures, *cell), (0.0, 0.0))
-                own = (accepted + 8.0 * pooled) / (total + 8.0)
-                assert fresh.estimate(position, stated, temperatures) == pytest.approx(own)
-    product, slow = 1.0, []
-    for position, stated in enumerate(confidence):
-        product *= learner.acceptance(position, stated)
-        slow.append(product)
-    assert learner.survival(confidence) == pytest.approx(slow)
-
-
-def _tenth(stated: float) -> int:
-    return int(stated * 10) if stated < 0.9 else 9 + (stated >= 0.95) + (stated >= 0.98)
-
-
-def test_an_overconfident_drafter_is_corrected() -> None:
-    learner = Learner(AcceptanceTable())
-    for i in range(200):
-        learner.record(0, [0.95], i % 10 < 3)
-    assert learner.survival([0.95])[0] == pytest.approx(0.3, abs=0.1)
-
-
-def test_a_sequence_departs_from_the_others_within_a_few_rounds() -> None:
-    table = AcceptanceTable()
-    for i in range(400):
-        table.record(0, 0.8, i % 10 < 8)
-    learner = Learner(table)
-    for _ in range(12):
-        learner.record(0, [0.8], 0)
-    assert learner.survival([0.8])[0] < 0.4
-    assert Learner(table).survival([0.8])[0] > 0.7
-
-
-def test_confidences_that_are_right_still_tell_of_the_drafts_to_come() -> None:
-    """A text that the drafter finds hard, and says so: no news for drafts of known confidence, but for the next."""
-    table = AcceptanceTable()
-    for i in range(400):
-        table.record(0, 0.9, i % 10 < 9)
-        table.record(0, None, i % 10 < 9)
-    learner = Learner(table)
-    for i in range(30):
-        learner.record(0, [0.1], i % 10 < 1)
-    assert learner.survival([0.9])[0] == pytest.approx(0.9, abs=0.05)
-    assert learner.survival_unstated(1)[0] < 0.3
-    assert learner.survival_unstated(9) == pytest.approx(learner.survival([None] * 9))
-
-
 def test_a_trial_that_was_broken_off_risked_less() -> None:
-    trial = Choice(1, tuple(range(4)), risk_s=2.0, usual=0)
-    assert trial.made(4) == trial and trial.made(1) == Choice(1, (0,), risk_s=0.5, usual=0)
-    assert Choice(1, (0, 1)).made(1) == Choice(1, (0, 1)), "no trial"
+    trial = Choice(1, 4, risk_s=2.0, usual=0)
+    assert trial.made(4) == trial and trial.made(1) == Choice(1, 1, risk_s=0.5, usual=0)
+    assert Choice(1, 2).made(1) == Choice(1, 2), "no trial"
 
 
-def test_temperatures_are_kept_apart_and_start_from_each_other() -> None:
-    table = AcceptanceTable()
-    for _ in range(200):
-        table.record(0, 0.9, True, temperatures=0)
-        table.record(0, 0.9, False, temperatures=3)
-    assert table.estimate(0, 0.9, 0) > 0.9 and table.estimate(0, 0.9, 3) < 0.1
-    assert 0.3 < table.estimate(0, 0.9, 1) < 0.7, "never seen: what is known of all"
+def test_a_batch_is_asked_at_once_and_only_who_is_due() -> None:
+    """One sequence never heard anything right, and asking takes long: the other is asked without it."""
+    drafter = Scripted("x", [1.0] * 40 + [0.0] * 3000, 0.9)
+    asked: list[list[int]] = []
+    propose = drafter.propose
+
+    def noted(views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
+        asked.append([view.key for view in views])
+        return propose(views, budgets)
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    ticks = iter(range(10**6))
+    auto = AutoDrafter([Candidate(drafter)], mild_cost(ROW), clock=lambda: 0.05 * next(ticks))
+    loop = Loop(auto, len)
+    loop.begin(0, [0])
+    loop.begin(1, [0] * 100)
+    for _ in range(24):
+        before = [len(loop.views[key].tokens) for key in (0, 1)]
+        loop.round([0, 1], 1)
+        grown = [len(loop.views[key].tokens) - was for key, was in zip((0, 1), before, strict=True)]
+        auto.settle(RoundFacts([0, 1], 3, [2, 1], before, grown, 0.0, 1.0))
+    assert asked[:16] == [[0, 1]] * 16 and [0] in asked[16:] and [1] not in asked
 
 
 def test_a_drafter_for_those_who_name_it_is_left_alone_otherwise() -> None:

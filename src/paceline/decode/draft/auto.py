@@ -1,11 +1,11 @@
 """`auto`: the controller's hands. It asks drafters, does what `plan.control` chooses, and tells it what came of it.
 
 To the engine it is a drafter over whole batches: `propose` asks the free candidates (string matchers), lets the
-controller choose for all sequences at once, runs the costly ones that were chosen, and hands over the nodes worth
-verifying. A sequence begun with `only` has that one candidate. What free candidates would have said is held
-against what is committed over as many rounds as it takes, chosen or not; so are drafts that were made and not
-verified. Where asking brings nothing for a while, a free candidate is asked less often, so that it takes no more
-than `ask_share` of a round.
+controller choose for all sequences at once, runs the costly ones that were chosen, and hands over the drafts worth
+verifying. All are chains: requests that want trees fix their draft length. A sequence begun with `only` has that one
+candidate. What free candidates would have said is held against what is committed over as many rounds as it takes,
+chosen or not; so are drafts that were made and not verified. Where asking brings nothing for a while, a free
+candidate is asked less often, so that it takes no more than `ask_share` of a round.
 
 Exactness: draft length and drafter depend on all that was seen, drafts included, where the acceptance rule lets
 them (`Rule.length_may_see_drafts`). Elsewhere sampled drafts are verified whole: a costly drafter may stop behind
@@ -17,18 +17,19 @@ State moves in `observe` and `settle` alone; `propose` leaves a note of what it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from paceline.core.proposal import Proposal, Verdict
 from paceline.decode.draft.base import Drafter, Needs, SequenceView, SharesTarget
-from paceline.decode.draft.cut import keep_nodes
+from paceline.decode.draft.cut import cut
 from paceline.plan.control.controller import Controller
 from paceline.plan.control.cost import LiveCost, StepTimes
 from paceline.plan.control.lengths import Load
-from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Offer, RoundFacts
+from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Lesson, RoundFacts
 
 if TYPE_CHECKING:
     from paceline.decode.cache import KVCache
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoDrafter", "Candidate", "mild_cost"]
 
-_NOTHING = Proposal()
+_NOTHING, _PLAIN = Proposal(), Choice()
+_NONE_MISSING: Mapping[int, int] = MappingProxyType({})
 _ASK_ROUNDS = 16  # rounds after its last hit in which a free candidate is asked every time
 _LONGEST_PAUSE = 8
 
@@ -60,14 +62,16 @@ def mild_cost(row: float = 0.05, block: int = 1) -> LiveCost:
 
 @dataclass(slots=True)
 class _Watch:
-    """Drafts being held against what is committed."""
+    """Drafts being held against what is committed; none where `tokens` is empty.
 
-    proposal: Proposal = _NOTHING
-    chain: bool = True
-    at: int | None = None  # of a tree, the last node that came true
+    depth   how many came true so far
+    hit     round of the sequence in which a draft last came true
+    """
+
+    tokens: tuple[int, ...] = ()
+    confidence: Seq[float | None] = ()
     depth: int = 0
-    hit: int = 0  # round of the sequence in which a draft last came true
-    done: bool = True
+    hit: int = 0
 
 
 @dataclass(slots=True)
@@ -89,14 +93,6 @@ class _State:
     seen: int
     asks: int = 0
     note: _Note | None = None
-
-
-@dataclass(slots=True)
-class _Last:
-    """The last answer, for a question asked twice."""
-
-    question: tuple[tuple[int, int, int], ...] = ()
-    answer: list[Proposal] = field(default_factory=list)
 
 
 class AutoDrafter:
@@ -127,9 +123,12 @@ class AutoDrafter:
             tokenizer=any(needs.tokenizer for needs in wanted),
             shares_target=any(needs.shares_target for needs in wanted),
         )
+        self._free = [i for i, c in enumerate(candidates) if c.steps is None]
+        self._costly = [i for i, c in enumerate(candidates) if c.steps is not None]
         self._clock = clock
         self._states: dict[int, _State] = {}
-        self._last = _Last()
+        self._question: tuple[list[int], ...] = ()  # the last, and its answer, for a question asked twice
+        self._answer: list[Proposal] = []
         self._ask_s = [0.0] * len(candidates)  # running average of asking one sequence
         self._round_s = 0.0
 
@@ -164,50 +163,67 @@ class AutoDrafter:
     # -- proposing -----------------------------------------------------------------------------------------
 
     def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
-        question = tuple((v.key, len(v.tokens), b) for v, b in zip(views, budgets, strict=True))
-        if question == self._last.question:
-            return list(self._last.answer)
-        states = [self._states[view.key] for view in views]
-        previews = [self._previews(*each) for each in zip(views, budgets, states, strict=True)]
+        question = [view.key for view in views], [len(view.tokens) for view in views], list(budgets)
+        if question == self._question:
+            return list(self._answer)
+        states = [self._states[key] for key in question[0]]
+        previews = self._previews(views, budgets, states)
         asks = [self._ask(*each) for each in zip(views, budgets, states, previews, strict=True)]
         choices = self.controller.choose(asks, self.load, self.others)
+        answer: list[Proposal] = []
         for state, choice, offers in zip(states, choices, previews, strict=True):
-            state.note = _Note(choice, offers)
-            if choice.drafter in offers:
-                state.note.handed = keep_nodes(offers[choice.drafter], choice.nodes)
-        for index, facts in enumerate(self.controller.drafters):
-            chosen = [i for i, choice in enumerate(choices) if choice.drafter == index and not facts.free]
+            drafter = choice.drafter
+            handed = _NOTHING if drafter is None or drafter not in offers else cut(offers[drafter], choice.length)
+            state.note = _Note(choice, offers, handed)
+            answer.append(handed)
+        for index in self._costly:
+            chosen = [i for i, choice in enumerate(choices) if choice.drafter == index]
             if chosen:
                 self._draft(index, [views[i] for i in chosen], [asks[i] for i in chosen])
-        self._last = _Last(question, [state.note.handed for state in states if state.note is not None])
-        return list(self._last.answer)
+                for i in chosen:
+                    answer[i] = self._note(views[i]).handed
+        self._question, self._answer = question, answer
+        return list(answer)
 
-    def _previews(self, view: SequenceView, budget: int, state: _State) -> dict[int, Proposal]:
-        """What the free candidates propose; those that are to be spared this round are left out."""
-        previews: dict[int, Proposal] = {}
-        for index in state.allowed:
-            if budget <= 0 or not self.controller.drafters[index].free or not self._is_due(state, index):
+    def _previews(
+        self, views: Seq[SequenceView], budgets: Seq[int], states: Seq[_State]
+    ) -> list[dict[int, Proposal]]:
+        """What the free candidates propose to each; those that are to be spared this round are left out."""
+        previews: list[dict[int, Proposal]] = [{} for _ in views]
+        for index in self._free:
+            due = [
+                i
+                for i, state in enumerate(states)
+                if index in state.allowed
+                and budgets[i] > 0
+                and (state.asks - state.watches[index].hit < _ASK_ROUNDS or self._is_due(state, index))
+            ]
+            if not due:
                 continue
             began = self._clock()
-            previews[index] = self.drafters[index].propose([view], [budget])[0]
-            self._ask_s[index] += 0.05 * (self._clock() - began - self._ask_s[index])
+            made = self.drafters[index].propose([views[i] for i in due], [budgets[i] for i in due])
+            took = (self._clock() - began) / len(due)
+            self._ask_s[index] += (1.0 - 0.95 ** len(due)) * (took - self._ask_s[index])
+            for i, proposal in zip(due, made, strict=True):
+                previews[i][index] = proposal
         return previews
 
     def _is_due(self, state: _State, index: int) -> bool:
-        since = state.asks - state.watches[index].hit
-        if since < _ASK_ROUNDS or self._round_s <= 0.0:
+        """Whether to ask a candidate that has brought this sequence nothing for a while."""
+        if self._round_s <= 0.0:
             return True
         share = self._ask_s[index] * len(self._states) / self._round_s
-        return since % min(max(int(share / self.controller.options.ask_share), 1), _LONGEST_PAUSE) == 0
+        pause = min(max(int(share / self.controller.options.ask_share), 1), _LONGEST_PAUSE)
+        return (state.asks - state.watches[index].hit) % pause == 0
 
     def _ask(self, view: SequenceView, budget: int, state: _State, previews: dict[int, Proposal]) -> Ask:
-        offers = {i: _offer(proposal) for i, proposal in previews.items() if len(proposal)}
-        costly = [i for i in state.allowed if not self.controller.drafters[i].free] if budget > 0 else []
-        missing = {i: len(view.tokens) - state.known[i] for i in costly}
-        may_cut = view.rule.length_may_see_drafts or view.params.greedy
+        offers = {i: p.confidence or (None,) * len(p) for i, p in previews.items() if p.tokens}
+        length, missing = len(view.tokens), _NONE_MISSING
+        if self._costly and budget > 0:
+            missing = {i: length - state.known[i] for i in self._costly if i in state.allowed}
         room = view.params.max_tokens
-        left = 1 << 30 if room is None else room - (len(view.tokens) - view.prompt_len)
-        return Ask(view.key, len(view.tokens), budget, left, offers, missing, may_cut)
+        left = 1 << 30 if room is None else room - (length - view.prompt_len)
+        return Ask(view.key, length, budget, left, offers, missing)
 
     def _draft(self, index: int, views: Seq[SequenceView], asks: Seq[Ask]) -> None:
         """Run a costly candidate for the sequences it was chosen for, and cut what it says to what is worth it."""
@@ -215,7 +231,7 @@ class AutoDrafter:
         for view, note in zip(views, notes, strict=True):
             view.more = self._worth_going_on(view.key, note.choice)
         began = self._clock()
-        made = self.drafters[index].propose(views, [len(note.choice.nodes) for note in notes])
+        made = self.drafters[index].propose(views, [note.choice.length for note in notes])
         took = self._clock() - began
         self.controller.drafted(index, [len(p) for p in made], sum(ask.missing[index] for ask in asks), took)
         refined = []
@@ -224,14 +240,15 @@ class AutoDrafter:
             note.choice = note.choice.made(len(proposal))
             note.offers = {**note.offers, index: proposal}
             note.handed = proposal
-            if len(proposal) and ask.may_cut and note.choice.risk_s is None and proposal.confidence is not None:
-                refined.append((ask, index, _offer(proposal)))
+            may_cut = view.rule.length_may_see_drafts or view.params.greedy
+            if proposal.confidence and may_cut and note.choice.risk_s is None:
+                refined.append((ask, index, proposal.confidence))
         if refined:
             kept = self.controller.refine(refined, self.load)
             handed = dict(zip((ask.key for ask, _, _ in refined), kept, strict=True))
             for view, note in zip(views, notes, strict=True):
                 if view.key in handed:
-                    note.handed = keep_nodes(note.offers[index], handed[view.key])
+                    note.handed = cut(note.offers[index], handed[view.key])
 
     def _worth_going_on(self, key: int, choice: Choice) -> Callable[[Seq[float]], bool]:
         return lambda confidence: self.controller.worth_going_on(key, choice, confidence)
@@ -244,19 +261,26 @@ class AutoDrafter:
     # -- learning ------------------------------------------------------------------------------------------
 
     def observe(self, views: Seq[SequenceView], verdicts: Seq[Verdict | None]) -> None:
-        self._last = _Last()
-        drafted: list[int | None] = []
-        for view in views:
-            state = self._states[view.key]
-            drafted.append(None if state.note is None else state.note.choice.drafter)
+        self._question, self._answer = (), []
+        states = [self._states[view.key] for view in views]
+        choices = [_PLAIN if state.note is None else state.note.choice for state in states]
+        emitted: list[int] = []
+        lessons: list[Lesson] = []
+        for view, state in zip(views, states, strict=True):
             committed = view.tokens[state.seen :]
+            emitted.append(len(committed))
             if committed:
-                self._learn(view.key, state, committed)
-                state.seen = len(view.tokens)
+                self._hold(view.key, state, committed, lessons)
+        grown = [i for i, count in enumerate(emitted) if count]
+        self.controller.learn(lessons)
+        self.controller.committed(
+            [views[i].key for i in grown], [choices[i] for i in grown], [emitted[i] for i in grown]
+        )
         for index, drafter in enumerate(self.drafters):
-            own = [i for i, view in enumerate(views) if index in self._states[view.key].allowed]
+            own = [i for i, state in enumerate(states) if index in state.allowed]
             if own:
-                drafter.observe([views[i] for i in own], [verdicts[i] if drafted[i] == index else None for i in own])
+                heard = [verdicts[i] if choices[i].drafter == index else None for i in own]
+                drafter.observe([views[i] for i in own], heard)
 
     def settle(self, facts: RoundFacts) -> list[float]:
         """Tell the controller what a round cost; the seconds it saved each sequence."""
@@ -269,73 +293,45 @@ class AutoDrafter:
             if drafter.name == name:
                 self.controller.learn_fixed(index, temperature, proposed, accepted)
 
-    def _learn(self, key: int, state: _State, committed: list[int]) -> None:
+    def _hold(self, key: int, state: _State, committed: list[int], lessons: list[Lesson]) -> None:
+        """Hold drafts against what was committed, those of the round and older ones that came true so far."""
         note, state.note = state.note, None
         if note is not None:
             state.asks += 1
-            self._read(state, note, committed)
+            if note.choice.drafter in self._costly:
+                self._read(key, state, note, committed, lessons)
             for index, proposal in note.offers.items():
-                if state.watches[index].done:
-                    hit = state.watches[index].hit
-                    state.watches[index] = _Watch(proposal, proposal.is_chain, hit=hit, done=not len(proposal))
-            silent = note.choice.drafter
-            if silent is not None and silent in note.offers and not len(note.offers[silent]):
-                self.controller.learn(key, silent, 0, (None,), 0)  # chosen and silent: it cannot draft here
+                watch = state.watches[index]
+                if not watch.tokens:
+                    watch.tokens, watch.depth = proposal.tokens, 0
+                    watch.confidence = proposal.confidence or (None,) * len(proposal.tokens)
         for index in state.allowed:
-            if not state.watches[index].done:
-                self._hold_against(key, index, state, committed)
-        self.controller.committed(key, Choice() if note is None else note.choice, len(committed))
+            if state.watches[index].tokens:
+                lessons.append(self._hold_against(key, index, state.watches[index], committed, state.asks))
+        state.seen += len(committed)
 
-    def _read(self, state: _State, note: _Note, committed: list[int]) -> None:
+    def _read(self, key: int, state: _State, note: _Note, committed: list[int], lessons: list[Lesson]) -> None:
         """A costly candidate that drafted has read all that was committed before, and its drafts but the last."""
         index = note.choice.drafter
-        if index is None or self.controller.drafters[index].free or not len(note.offers[index]):
+        assert index is not None
+        if not note.offers[index].tokens:
+            lessons.append(Lesson(key, index, 0, (None,), 0))  # chosen and silent: it cannot draft here
             return
-        drafts = note.offers[index].tokens[:-1]
-        right = 0
+        drafts, right = note.offers[index].tokens[:-1], 0
         while right < min(len(drafts), len(committed)) and drafts[right] == committed[right]:
             right += 1
         state.known[index] = state.seen + right
 
-    def _hold_against(self, key: int, index: int, state: _State, committed: list[int]) -> None:
-        """Score the watched drafts; a miss, or their end, ends them."""
-        watch = state.watches[index]
-        if watch.chain:
-            self._hold_chain(key, index, watch, committed, state.asks)
-        else:
-            self._hold_tree(key, index, watch, committed, state.asks)
-
-    def _hold_chain(self, key: int, index: int, watch: _Watch, committed: list[int], asks: int) -> None:
-        tokens, stated, first, hits = watch.proposal.tokens, watch.proposal.confidence, watch.depth, 0
+    def _hold_against(self, key: int, index: int, watch: _Watch, committed: list[int], asks: int) -> Lesson:
+        """What became of the watched drafts; a miss, or their end, ends them."""
+        tokens, first, hits = watch.tokens, watch.depth, 0
         most = min(len(tokens) - first, len(committed))
         while hits < most and tokens[first + hits] == committed[hits]:
             hits += 1
-        seen = min(hits + 1, most)
-        confidence: Seq[float | None] = (None,) * seen if stated is None else stated[first : first + seen]
-        self.controller.learn(key, index, first, confidence, hits)
+        lesson = Lesson(key, index, first, watch.confidence[first : first + min(hits + 1, most)], hits)
         watch.depth += hits
-        watch.hit = asks if hits else watch.hit
-        watch.done = hits < most or watch.depth == len(tokens)
-
-    def _hold_tree(self, key: int, index: int, watch: _Watch, committed: list[int], asks: int) -> None:
-        stated = watch.proposal.confidence
-        tokens, parents = watch.proposal.tokens, watch.proposal.parents
-        for token in committed:
-            found = None
-            for i in range(0 if watch.at is None else watch.at + 1, len(tokens)):  # children come behind their parent
-                if parents[i] == watch.at:
-                    hit = found is None and tokens[i] == token
-                    self.controller.learn(key, index, watch.depth, (None if stated is None else stated[i],), int(hit))
-                    found = i if hit else found
-            if found is None:
-                watch.done = True
-                return
-            watch.at, watch.depth, watch.hit = found, watch.depth + 1, asks
-            if found not in parents:
-                watch.done = True
-                return
-
-
-def _offer(proposal: Proposal) -> Offer:
-    confidence: Seq[float | None] = proposal.confidence or [None] * len(proposal)
-    return Offer(confidence, None if proposal.is_chain else proposal.parents)
+        if hits:
+            watch.hit = asks
+        if hits < most or watch.depth == len(tokens):
+            watch.tokens = ()
+        return lesson

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from paceline.core.proposal import Dense, Distribution, OneHot, Proposal, Sparse
 
-__all__ = ["best_nodes", "cut", "keep_nodes"]
+__all__ = ["best_nodes", "cut"]
 
 
 def cut(proposal: Proposal, length: int) -> Proposal:
@@ -15,7 +15,9 @@ def cut(proposal: Proposal, length: int) -> Proposal:
     Safe under `coupled` and greedy verification whatever the length depends on; under `rejection` and `block`
     the length must not depend on the drafted tokens.
     """
-    return keep_nodes(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
+    if proposal.is_chain:
+        return _first(proposal, length)
+    return _keep(proposal, [node for node, depth in enumerate(proposal.depths()) if depth <= length])
 
 
 def best_nodes(proposal: Proposal, size: int) -> Proposal:
@@ -32,11 +34,26 @@ def best_nodes(proposal: Proposal, size: int) -> Proposal:
     for parent, own in zip(proposal.parents, proposal.confidence or [1.0] * len(proposal), strict=True):
         survival.append(own if parent is None else min(own, 1.0) * survival[parent])
     ranked = sorted(range(len(proposal)), key=lambda node: -survival[node])
-    return keep_nodes(proposal, sorted(ranked[: max(size, 0)]))
+    return _keep(proposal, sorted(ranked[: max(size, 0)]))
 
 
-def keep_nodes(proposal: Proposal, kept: Seq[int]) -> Proposal:
-    """The nodes `kept`, rising, each with its parent: what the controller picked."""
+def _first(proposal: Proposal, length: int) -> Proposal:
+    """The first `length` of a chain."""
+    if length >= len(proposal.tokens):
+        return proposal
+    if length <= 0:
+        return Proposal()
+    confidence, distribution = proposal.confidence, proposal.distribution
+    return Proposal.chain(
+        proposal.tokens[:length],
+        proposal.drafter,
+        distribution if isinstance(distribution, OneHot) else _rows(distribution, range(length)),
+        None if confidence is None else confidence[:length],
+    )
+
+
+def _keep(proposal: Proposal, kept: Seq[int]) -> Proposal:
+    """The nodes `kept`, rising, each with its parent."""
     if len(kept) == len(proposal):
         return proposal
     if not kept:

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import LiveCost, RoundView
 from paceline.plan.control.ledger import Ledger
-from paceline.plan.control.lengths import Contender, Load, Option, Pick, Plan, choose_lengths
-from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Offer, RoundFacts
+from paceline.plan.control.lengths import Contender, Load, Option, Plan, choose_free, choose_lengths
+from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Lesson, RoundFacts
 from paceline.plan.control.survival import AcceptanceTable, Learner, temperature_range
 
-__all__ = ["Controller", "node_survival"]
+__all__ = ["Controller"]
 
+_PLAIN, _SILENT = Choice(), Contender()
 _FLOOR = 0.02  # drafts less likely than this pay nowhere
 _MOST_CREDIT = 12.0  # plain rounds; bounds the trials in a row after a long quiet stretch
 _FIRST_CREDIT = 4.0  # plain rounds that trials may lose before any income
@@ -99,6 +100,7 @@ class Controller:
         if not names or len(set(names)) < len(names):
             raise InvalidParameter("candidates", names, "one or more drafters of different names")
         self.drafters, self.cost, self.options = tuple(drafters), cost, options or ControlOptions()
+        self._costly = [i for i, facts in enumerate(drafters) if not facts.free]
         self.tables = [AcceptanceTable() if facts.free else AcceptanceTable(_MODEL_PRIOR) for facts in drafters]
         self.ledger = Ledger(self.drafters, self.tables, cost)
         self._factor = [1.0] * len(drafters)  # measured over expected drafting time, at the target's speed
@@ -137,31 +139,55 @@ class Controller:
 
     def choose(self, asks: Seq[Ask], load: Load | None = None, others: Seq[int] = ()) -> list[Choice]:
         """A choice for each; `load` and the contexts `others` are of sequences that decode beside them."""
-        load = load or Load()
-        view = self._view([*(ask.context for ask in asks), *others])
-        nodes: list[list[Seq[int]]] = []
-        state = [self._contender(ask, view, nodes) for ask in asks]
-        if not any(contender.options for contender in state) and not any(ask.missing for ask in asks):
-            return [Choice()] * len(asks)
-        options = self.options
-        plan = choose_lengths(state, view, load, options.stay_gain if self._drafted else options.min_gain)
+        if not any(ask.offers or ask.missing for ask in asks):
+            return [_PLAIN] * len(asks)
+        load, options = load or Load(), self.options
+        view = self._view([*[ask.context for ask in asks], *others])
+        min_gain = options.stay_gain if self._drafted else options.min_gain
+        if not self._costly and max([len(ask.offers) for ask in asks]) == 1:
+            return self._choose_free(asks, view, load, min_gain)
+        state = [self._contender(ask, view) for ask in asks]
+        plan = choose_lengths(state, view, load, min_gain)
         if self._plain_is_due(plan):
-            return [Choice()] * len(asks)
-        choices = [_choice(pick, orders) for pick, orders in zip(plan.picks, nodes, strict=True)]
+            return [_PLAIN] * len(asks)
+        choices = [
+            _PLAIN if option is None else Choice(contender.options[option].source, length)
+            for contender, (option, length) in zip(state, plan.picks, strict=True)
+        ]
+        if not self._costly:
+            return choices
         keep = self._keep(choices, plan, view)
         choices = [c._replace(keep=keep[c.drafter]) if c.drafter in keep else c for c in choices]
         return self._with_trial(choices, asks, plan, view, load)
 
-    def refine(self, drafts: Seq[tuple[Ask, int, Offer]], load: Load | None = None) -> list[tuple[int, ...]]:
-        """The nodes worth verifying of drafts that are paid for: (sequence, drafter, what was drafted)."""
+    def _choose_free(self, asks: Seq[Ask], view: RoundView, load: Load, min_gain: float) -> list[Choice]:
+        """`choose` where nobody has two offers and no drafter is costly."""
+        survivals: list[list[float]] = []
+        blocks_s: list[float] = []
+        drafters: list[int] = []
+        for key, context, budget, _, offers, _ in asks:
+            survival: list[float] = []
+            index = 0
+            for index, confidence in offers.items():
+                survival = self._sequences[key].learners[index].survival(confidence[:budget], _FLOOR)
+            survivals.append(survival)
+            blocks_s.append(view.block_s(context) if len(survival) >= view.block else 0.0)
+            drafters.append(index)
+        lengths, plan = choose_free(survivals, blocks_s, view, load, min_gain)
+        if self._plain_is_due(plan):
+            return [_PLAIN] * len(asks)
+        return [Choice(index, n) if n else _PLAIN for index, n in zip(drafters, lengths, strict=True)]
+
+    def refine(
+        self, drafts: Seq[tuple[Ask, int, Seq[float | None]]], load: Load | None = None
+    ) -> list[int]:
+        """How many are worth verifying of drafts that are paid for: (sequence, drafter, confidences)."""
         view = self._view([ask.context for ask, _, _ in drafts])
-        state, orders = [], []
-        for ask, drafter, offer in drafts:
-            order, survival = node_survival(self.learner(ask.key, drafter), offer, ask.budget)
-            orders.append(order)
+        state = []
+        for ask, drafter, confidence in drafts:
+            survival = self.learner(ask.key, drafter).survival(confidence[: ask.budget], _FLOOR)
             state.append(Contender((Option(survival),) if survival else (), view.block_s(ask.context)))
-        plan = choose_lengths(state, view, load or Load())
-        return [tuple(sorted(order[: p.nodes])) for order, p in zip(orders, plan.picks, strict=True)]
+        return [pick.length for pick in choose_lengths(state, view, load or Load()).picks]
 
     def worth_going_on(self, key: int, choice: Choice, confidence: Seq[float]) -> bool:
         """Whether a costly drafter should draft on after drafts of these confidences."""
@@ -176,28 +202,24 @@ class Controller:
 
     def _view(self, contexts: Seq[int]) -> RoundView:
         view = self.cost.view(contexts)
-        for index, facts in enumerate(self.drafters):
-            if facts.steps is not None:
-                view.draft(index, facts.steps, self._factor[index])
+        for index in self._costly:
+            steps = self.drafters[index].steps
+            assert steps is not None
+            view.draft(index, steps, self._factor[index])
         return view
 
-    def _contender(self, ask: Ask, view: RoundView, nodes: list[list[Seq[int]]]) -> Contender:
+    def _contender(self, ask: Ask, view: RoundView) -> Contender:
         sequence = self._sequences[ask.key]
         options: list[Option] = []
-        orders: list[Seq[int]] = []
-        for index, offer in ask.offers.items():
-            if offer.confidence:
-                order, survival = node_survival(sequence.learners[index], offer, ask.budget)
-                if survival:
-                    options.append(Option(survival))
-                    orders.append((index, *order))
+        for index, confidence in ask.offers.items():
+            survival = sequence.learners[index].survival(confidence[: ask.budget], _FLOOR)
+            if survival:
+                options.append(Option(survival, source=index))
         for index, missing in ask.missing.items():
             survival = sequence.learners[index].survival_unstated(ask.budget, _FLOOR)
             if survival:
-                options.append(Option(survival, index, self._entry_s(sequence, ask, index, missing)))
-                orders.append((index, *range(len(survival))))
-        nodes.append(orders)
-        return Contender(tuple(options), view.block_s(ask.context) if options else 0.0)
+                options.append(Option(survival, index, self._entry_s(sequence, ask, index, missing), index))
+        return Contender(options, view.block_s(ask.context)) if options else _SILENT
 
     def _reading_s(self, drafter: int, missing: int) -> float:
         """Seconds to read `missing` tokens beyond the one that any step reads."""
@@ -223,9 +245,9 @@ class Controller:
     def _keep(self, choices: Seq[Choice], plan: Plan, view: RoundView) -> dict[int | None, float]:
         """By costly drafter: the least survival at which one more draft, and its row, earn their seconds."""
         keep: dict[int | None, float] = {}
-        for index, facts in enumerate(self.drafters):
+        for index in self._costly:
             users = sum(choice.drafter == index for choice in choices)
-            if users and not facts.free:
+            if users:
                 keep[index] = plan.rate * view.step_s(index, users) / users
         return keep
 
@@ -246,13 +268,13 @@ class Controller:
         A sequence that the drafter has read is cheap to try again, until it has told what it can.
         """
         best: tuple[float, int, Choice] | None = None
-        depths = {d: _sharing(choices, d) for d, facts in enumerate(self.drafters) if not facts.free}
+        depths = {drafter: _sharing(choices, drafter) for drafter in self._costly}
         for i, ask in enumerate(asks):
             for index in ask.missing:
                 trial = self._trial(choices[i], ask, index, plan, view, load, depths[index])
                 if trial is not None:
                     assert trial.risk_s is not None
-                    price = trial.risk_s / (len(trial.nodes) - trial.usual)
+                    price = trial.risk_s / (trial.length - trial.usual)
                     if best is None or price < best[0]:
                         best = price, i, trial
         if best is not None:
@@ -263,7 +285,7 @@ class Controller:
         self, choice: Choice, ask: Ask, drafter: int, plan: Plan, view: RoundView, load: Load, depths: Seq[int]
     ) -> Choice | None:
         sequence = self._sequences[ask.key]
-        usual = len(choice.nodes) if choice.drafter == drafter else 0
+        usual = choice.length if choice.drafter == drafter else 0
         if choice.drafter is not None and choice.drafter != drafter:
             return None
         entry_s = 0.0 if usual else self._reading_s(drafter, ask.missing[drafter])
@@ -281,14 +303,14 @@ class Controller:
             rounds = self._horizon(sequence, ask) / (1.0 + sum(hopes[:length]))
             if extra_s + entry_s <= self._credit_s and profit * rounds > plan.rate * (extra_s + entry_s):
                 keep = plan.rate * view.step_s(drafter, users) / users
-                return Choice(drafter, tuple(range(length)), keep, extra_s + entry_s, usual)
+                return Choice(drafter, length, keep, extra_s + entry_s, usual)
         return None
 
     def _extra_s(
         self, ask: Ask, drafter: int, usual: int, length: int, plan: Plan, view: RoundView, load: Load, depths: Seq[int]
     ) -> float:
         """Seconds of drafting and verifying `length` instead of `usual` tokens, in steps shared where they are."""
-        base = load.rows + len(plan.picks) + sum(pick.nodes for pick in plan.picks) - usual
+        base = load.rows + len(plan.picks) + sum(pick.length for pick in plan.picks) - usual
         seconds = view.pass_s(base + length) - view.pass_s(base + usual)
         seconds += (length // view.block - usual // view.block) * view.block_s(ask.context)
         for depth in range(usual, length):
@@ -298,10 +320,9 @@ class Controller:
 
     # -- learning ------------------------------------------------------------------------------------------
 
-    def learn(self, key: int, drafter: int, first: int, confidence: Seq[float | None], hits: int) -> None:
-        """Drafts of `drafter` from position `first` on, used or only watched: the first `hits` were what was committed,
-        and the next, where there is one, was not."""
-        self._sequences[key].learners[drafter].record(first, confidence, hits)
+    def learn(self, lessons: Seq[Lesson]) -> None:
+        for key, drafter, first, confidence, hits in lessons:
+            self._sequences[key].learners[drafter].record(first, confidence, hits)
 
     def learn_fixed(self, drafter: int, temperature: float, proposed: int, accepted: int) -> None:
         """The outcome of drafts whose length a request fixed."""
@@ -319,34 +340,41 @@ class Controller:
         measured = seconds / (expected * self.cost.speed * self._factor[drafter])
         self._factor[drafter] *= min(max(measured, 0.8), 1.25) ** 0.1
 
-    def committed(self, key: int, choice: Choice, emitted: int) -> None:
-        """A sequence emitted so many tokens in a round in which `choice` was made for it."""
-        sequence = self._sequences[key]
-        sequence.emitted += emitted
-        quiet = choice.drafter is None or not self.drafters[choice.drafter].free
-        sequence.quiet.add(quiet, emitted, _QUIET_FADE)
-        self._quiet.add(quiet, emitted, _ALL_QUIET_FADE)
-        for index, facts in enumerate(self.drafters):
-            sequence.waiting[index] = 0 if choice.drafter == index else sequence.waiting[index] + 1
-            if choice.drafter != index and not facts.free:
-                sequence.learners[index].fade(_UNSEEN_FADE)
-        if choice.drafter is not None:
-            self._seen[choice.drafter] = self.ledger.rounds
-        if choice.risk_s is not None:
-            gained = max(0, emitted - 1 - choice.usual) * self._token_s
-            self._credit_s -= max(0.0, choice.risk_s - gained)
+    def committed(self, keys: Seq[int], choices: Seq[Choice], emitted: Seq[int]) -> None:
+        """Each sequence emitted so many tokens in a round in which its choice was made for it.
+
+        All that is kept of it is about costly drafters.
+        """
+        if not self._costly:
+            return
+        for key, choice, tokens in zip(keys, choices, emitted, strict=True):
+            sequence = self._sequences[key]
+            sequence.emitted += tokens
+            quiet = choice.drafter is None or not self.drafters[choice.drafter].free
+            sequence.quiet.add(quiet, tokens, _QUIET_FADE)
+            self._quiet.add(quiet, tokens, _ALL_QUIET_FADE)
+            for index in self._costly:
+                if choice.drafter == index:
+                    sequence.waiting[index], self._seen[index] = 0, self.ledger.rounds
+                else:
+                    sequence.waiting[index] += 1
+                    sequence.learners[index].fade(_UNSEEN_FADE)
+            if choice.risk_s is not None:
+                gained = max(0, tokens - 1 - choice.usual) * self._token_s
+                self._credit_s -= max(0.0, choice.risk_s - gained)
 
     def settle(self, facts: RoundFacts) -> list[float]:
         """A round is over; returns the seconds it saved each sequence against plain decoding."""
         cost, count = self.cost, len(facts.queries)
-        keys = sum(cost.keys(q, c) for q, c in zip(facts.queries, facts.contexts, strict=True))
+        keys = sum(map(cost.keys, facts.queries, facts.contexts))
         if count and not facts.prefill:
             cost.observe(facts.rows, keys, count, facts.whole_s - facts.draft_s)
-        plain_keys = sum(cost.keys(1, context) for context in facts.contexts)
+        plain_keys = sum([cost.keys(1, context) for context in facts.contexts])
         plain_s = cost.seconds(count, plain_keys, count) if count else 0.0
-        most = _MOST_CREDIT * cost.seconds(max(count, 1), keys, max(count, 1))
-        self._credit_s = min(self._credit_s + self.options.probe_share * facts.whole_s, most)
-        self._token_s = plain_s / count if count else self._token_s
+        if self._costly:
+            most = _MOST_CREDIT * cost.seconds(max(count, 1), keys, max(count, 1))
+            self._credit_s = min(self._credit_s + self.options.probe_share * facts.whole_s, most)
+            self._token_s = plain_s / count if count else self._token_s
         self._drafted = facts.rows > count
         drafted_s = cost.seconds(facts.rows, keys, count) if self._drafted else plain_s
         self._plain_credit_s += self.options.plain_share * facts.whole_s
@@ -364,30 +392,5 @@ class Controller:
 
 def _sharing(choices: Seq[Choice], drafter: int) -> list[int]:
     """By depth, how many sequences `drafter` drafts for."""
-    lengths = [len(choice.nodes) for choice in choices if choice.drafter == drafter]
+    lengths = [choice.length for choice in choices if choice.drafter == drafter]
     return [sum(length > depth for length in lengths) for depth in range(max(lengths, default=0))]
-
-
-def _choice(pick: Pick, nodes: Seq[Seq[int]]) -> Choice:
-    """`nodes[option]` is its drafter and then its nodes, the first to take first."""
-    if pick.option is None:
-        return Choice()
-    drafter, *order = nodes[pick.option]
-    return Choice(drafter, tuple(sorted(order[: pick.nodes])))
-
-
-def node_survival(learner: Learner, offer: Offer, budget: int) -> tuple[Seq[int], list[float]]:
-    """Nodes worth a look, most likely first and parents before children, and the survival of each."""
-    if offer.parents is None:
-        survival = learner.survival(offer.confidence[:budget], _FLOOR)
-        return range(len(survival)), survival
-    chances: list[float] = []
-    depths: list[int] = []
-    for stated, parent in zip(offer.confidence, offer.parents, strict=True):
-        depth = 0 if parent is None else depths[parent] + 1
-        before = 1.0 if parent is None else chances[parent]
-        depths.append(depth)
-        chances.append(min(before, before * learner.acceptance(depth, stated)) if depth < budget else 0.0)
-    order = [i for i in range(len(chances)) if chances[i] >= _FLOOR]
-    order.sort(key=lambda i: (-chances[i], i))
-    return order, [chances[i] for i in order]

@@ -204,6 +204,11 @@ class RoundView:
         flat = self._cost.flat
         return self._speed * (flat[rows] if rows < len(flat) else self._cost._rows_s(rows)) + self._fixed_s
 
+    def passes_s(self, rows: int, count: int) -> list[float]:
+        speed, fixed_s = self._speed, self._fixed_s
+        known = [speed * seconds + fixed_s for seconds in self._cost.flat[rows : rows + count]]
+        return known + [self.pass_s(more) for more in range(rows + len(known), rows + count)]
+
     def step_s(self, drafter: int, sequences: int) -> float:
         known = self._known.get((drafter, sequences))
         if known is None:

@@ -10,29 +10,32 @@ of the cost, steps and cliffs included (where the cost is convex it could stop a
 pay). Several drafters, drafting that costs time, and query blocks of single sequences make it a choice of sets;
 then each sequence is given the drafter of most value at the going price of a second, for each number of steps of
 a costly one, and the pass over sorted drafts prices what it takes exactly. One sequence is always solved exactly.
+`choose_free` is for the most common round by far, in which everybody has one drafter that costs nothing: one loop
+without a record for each sequence.
 Twin: `tests/control/control_twins.py::best_by_enumeration`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["Contender", "Load", "Option", "Pick", "Plan", "RoundCost", "choose_lengths"]
+__all__ = ["Contender", "Load", "Option", "Pick", "Plan", "RoundCost", "choose_free", "choose_lengths"]
 
 
 class Option(NamedTuple):
     """What one drafter offers one sequence.
 
-    survival   by node in the order they would be taken, parents first, never rising: P(node is accepted)
+    survival   by position, never rising: P(draft is accepted)
     drafter    index of a drafter whose steps cost time; None where drafting costs nothing (or is paid already)
     entry_s    seconds to pay in this round before its first draft (catch-up of a draft model)
+    source     what the caller knows it by
     """
 
     survival: Seq[float]
     drafter: int | None = None
     entry_s: float = 0.0
+    source: int = 0
 
 
 class Contender(NamedTuple):
@@ -42,8 +45,7 @@ class Contender(NamedTuple):
     block_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What else is in the round: rows of other decoding sequences, and the tokens they are expected to emit."""
 
     rows: int = 0
@@ -59,20 +61,23 @@ class RoundCost(Protocol):
         """Of a target pass over `rows` rows, each sequence with one block of queries; never falls with rows."""
         ...
 
+    def passes_s(self, rows: int, count: int) -> list[float]:
+        """`pass_s` of `rows`, `rows` + 1 and so on."""
+        ...
+
     def step_s(self, drafter: int, sequences: int) -> float:
         """Of one drafting step of so many sequences together."""
         ...
 
 
 class Pick(NamedTuple):
-    """The option taken, and how many of its nodes; (None, 0) decodes plainly."""
+    """The option taken, and how many of its drafts; (None, 0) decodes plainly."""
 
     option: int | None = None
-    nodes: int = 0
+    length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """A pick for each sequence; expected tokens and seconds of the round, and the seconds of a plain one."""
 
     picks: tuple[Pick, ...]
@@ -109,21 +114,62 @@ def choose_lengths(state: Seq[Contender], cost: RoundCost, load: Load, min_gain:
     return best if best.rate > plain.rate * (1.0 + min_gain) else plain
 
 
+def choose_free(
+    survivals: Seq[Seq[float]],  # by sequence, of its one drafter's drafts; none costs time to draft
+    blocks_s: Seq[float],  # by sequence, of each further block of its query rows
+    cost: RoundCost,
+    load: Load,
+    min_gain: float = 0.0,
+) -> tuple[list[int], Plan]:
+    """`choose_lengths` of the one option of each sequence, in fewer steps; its lengths instead of the plan's picks."""
+    count, block = len(survivals), cost.block
+    tokens, plain_s = load.tokens + count, cost.pass_s(load.rows + count)
+    chances: list[float] = []  # of all drafts, by sequence and position
+    more_s: list[float] = []  # what taking it adds to the pass's rows
+    owners: list[int] = []
+    for i, survival in enumerate(survivals):
+        drafts = len(survival)
+        chances += survival
+        owners += [i] * drafts
+        more_s += [0.0] * drafts
+        if drafts >= block:
+            more_s[len(more_s) - drafts + block - 1 :: block] = [blocks_s[i]] * (drafts // block)
+    order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
+    best, best_tokens, best_s = 0, tokens, plain_s
+    plain_tokens, extra = tokens, 0.0
+    passes_s = cost.passes_s(load.rows + count + 1, len(order))
+    for taken, (draft, seconds) in enumerate(zip(order, passes_s, strict=True), start=1):
+        tokens += chances[draft]
+        extra += more_s[draft]
+        seconds += extra
+        if tokens * best_s > best_tokens * seconds:
+            best, best_tokens, best_s = taken, tokens, seconds
+    lengths = [0] * count
+    if best_tokens / best_s <= plain_tokens / plain_s * (1.0 + min_gain):
+        return lengths, Plan((), plain_tokens, plain_s, plain_tokens, plain_s)
+    for draft in order[:best]:
+        lengths[owners[draft]] += 1
+    return lengths, Plan((), best_tokens, best_s, plain_tokens, plain_s)
+
+
 def _alone(contender: Contender, cost: RoundCost, load: Load, plain: Plan) -> Plan:
     """Every length of every option."""
-    best, block, base = plain, cost.block, load.rows + 1
-    for index, option in enumerate(contender.options):
-        tokens, extra = plain.tokens, option.entry_s
-        step = 0.0 if option.drafter is None else cost.step_s(option.drafter, 1)
-        for nodes, chance in enumerate(option.survival, start=1):
+    best, best_tokens, best_s = _NOTHING, plain.tokens, plain.plain_s
+    options, block_s = contender
+    block, longest = cost.block, max([len(option.survival) for option in options])
+    passes_s = cost.passes_s(load.rows + 2, longest)
+    for index, (survival, drafter, extra, _) in enumerate(options):
+        tokens = plain.tokens
+        step = 0.0 if drafter is None else cost.step_s(drafter, 1)
+        for length, chance in enumerate(survival, start=1):
             tokens += chance
             extra += step
-            if nodes % block == 0:
-                extra += contender.block_s
-            seconds = cost.pass_s(base + nodes) + extra
-            if tokens * best.seconds > best.tokens * seconds:
-                best = Plan((Pick(index, nodes),), tokens, seconds, plain.tokens, plain.plain_s)
-    return best
+            if length % block == 0:
+                extra += block_s
+            seconds = passes_s[length - 1] + extra
+            if tokens * best_s > best_tokens * seconds:
+                best, best_tokens, best_s = Pick(index, length), tokens, seconds
+    return Plan((best,), best_tokens, best_s, plain.tokens, plain.plain_s)
 
 
 def _together(state: Seq[Contender], cost: RoundCost, load: Load, plain: Plan) -> Plan:
@@ -149,7 +195,7 @@ def _assign_and_scan(
     sharing = len(state)
     seen: tuple[int | None, ...] | None = None
     for _ in range(2):
-        taken = max(sum(pick.nodes for pick in best.picks), _LOOK_AHEAD)
+        taken = max(sum(pick.length for pick in best.picks), _LOOK_AHEAD)
         row_s = (cost.pass_s(base + taken) - cost.pass_s(base)) / taken
         step_s = 0.0 if drafter is None else cost.step_s(drafter, sharing) / sharing
         chosen = tuple(_worthiest(c, drafter, depth, best.rate, row_s, step_s) for c in state)
@@ -173,7 +219,7 @@ def _worthiest(
             continue
         price = rate * (row_s + (0.0 if option.drafter is None else step_s))
         top = 0.0
-        for chance in _within(option, depth):
+        for chance in option.survival if option.drafter is None else option.survival[:depth]:
             if chance <= price:  # nor do those behind it pay: survival never rises
                 break
             top += chance - price
@@ -187,46 +233,43 @@ def _scan(
     state: Seq[Contender], chosen: Seq[int | None], deepest: int, cost: RoundCost, base: int, plain: Plan
 ) -> Plan:
     """Take drafts in the order of their survival, costly ones up to `deepest`; the best of all prefixes."""
-    chances: list[float] = []  # of all drafts, by sequence and node
+    chances: list[float] = []  # of all drafts, by sequence and position
     more_s: list[float] = []  # what taking it adds to the pass's rows and to drafting steps
     owners: list[int] = []
     steps: dict[int, tuple[int, int]] = {}  # of a costly drafter's drafts: drafter and depth
+    block = cost.block
     for i, index in enumerate(chosen):
         if index is None:
             continue
-        option = state[i].options[index]
-        kept, first = _within(option, deepest), len(chances)
-        chances += kept
-        owners += [i] * len(kept)
-        more_s += _blocks_s(len(kept), cost.block, state[i].block_s)
-        more_s[first] += option.entry_s
-        if option.drafter is not None:
-            steps.update((first + depth, (option.drafter, depth)) for depth in range(len(kept)))
+        (options, block_s), first = state[i], len(chances)
+        survival, drafter, entry_s, _ = options[index]
+        if drafter is not None:
+            survival = survival[:deepest]
+            steps.update((first + depth, (drafter, depth)) for depth in range(len(survival)))
+        chances += survival
+        owners += [i] * len(survival)
+        added = [0.0] * len(survival)
+        added[block - 1 :: block] = [block_s] * (len(survival) // block)  # a further block of its queries begins
+        added[0] += entry_s
+        more_s += added
     order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
     sharing: dict[tuple[int, int], int] = {}  # by drafter and depth, the sequences that draft so deep
-    tokens, extra, rows, pass_s = plain.tokens, 0.0, base, cost.pass_s
-    best_tokens, best_s, best_rows = plain.tokens, plain.plain_s, base
-    for draft in order:
-        rows += 1
+    tokens, extra, best = plain.tokens, 0.0, 0
+    best_tokens, best_s = plain.tokens, plain.plain_s
+    passes_s = cost.passes_s(base + 1, len(order))
+    for taken, (draft, seconds) in enumerate(zip(order, passes_s, strict=True), start=1):
         tokens += chances[draft]
         extra += more_s[draft]
-        if draft in steps:
+        if steps and draft in steps:
             extra += _shared_step_s(cost, sharing, steps[draft])
-        seconds = pass_s(rows) + extra
+        seconds += extra
         if tokens * best_s > best_tokens * seconds:
-            best_tokens, best_s, best_rows = tokens, seconds, rows
-    nodes = [0] * len(state)
-    for draft in order[: best_rows - base]:
-        nodes[owners[draft]] += 1
-    picks = tuple(Pick(index, n) if n else _NOTHING for index, n in zip(chosen, nodes, strict=True))
+            best_tokens, best_s, best = tokens, seconds, taken
+    lengths = [0] * len(state)
+    for draft in order[:best]:
+        lengths[owners[draft]] += 1
+    picks = tuple([Pick(index, n) if n else _NOTHING for index, n in zip(chosen, lengths, strict=True)])
     return Plan(picks, best_tokens, best_s, plain.tokens, plain.plain_s)
-
-
-def _blocks_s(drafts: int, block: int, block_s: float) -> list[float]:
-    """Each `block` drafts of a sequence start a further block of its queries."""
-    if block == 1:
-        return [block_s] * drafts
-    return [0.0 if node % block else block_s for node in range(1, drafts + 1)]
 
 
 def _shared_step_s(cost: RoundCost, sharing: dict[tuple[int, int], int], step: tuple[int, int]) -> float:
@@ -234,7 +277,3 @@ def _shared_step_s(cost: RoundCost, sharing: dict[tuple[int, int], int], step: t
     drafter, others = step[0], sharing.get(step, 0)
     sharing[step] = others + 1
     return cost.step_s(drafter, others + 1) - (cost.step_s(drafter, others) if others else 0.0)
-
-
-def _within(option: Option, deepest: int) -> Seq[float]:
-    return option.survival if option.drafter is None else option.survival[:deepest]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from paceline.plan.control.controller import Controller
 from paceline.plan.control.cost import LiveCost, StepTimes
 from paceline.plan.control.lengths import Load
-from paceline.plan.control.records import Ask, Choice, Offer, RoundFacts
+from paceline.plan.control.records import Ask, Choice, Lesson, RoundFacts
 from paceline.plan.probe_file import Drafts
 
 __all__ = ["Fixed", "OfflineText", "Prices", "RoundLog", "Totals", "run_offline"]
@@ -91,8 +91,8 @@ class Fixed:
             most = min(self.length, ask.budget)
             if self.free:
                 offer = None if self.drafter is None else ask.offers.get(self.drafter)
-                most = min(most, 0 if offer is None else len(offer.confidence))
-            choices.append(Choice(self.drafter, tuple(range(most))) if most > 0 else Choice())
+                most = min(most, 0 if offer is None else len(offer))
+            choices.append(Choice(self.drafter, most) if most > 0 else Choice())
         return choices
 
 
@@ -148,6 +148,8 @@ def _round(
     draft_s = slow * (drafted + asked * prices.ask_s)
     whole_s = slow * prices.passes.seconds(sum(queries), keys, len(running)) + draft_s
     emitted = [_advance(*each, policy) for each in zip(running, choices, lengths, strict=True)]
+    if isinstance(policy, Controller):
+        policy.committed([r.key for r in running], choices, emitted)
     contexts = [r.context - e for r, e in zip(running, emitted, strict=True)]
     if isinstance(policy, Controller):
         policy.settle(RoundFacts([r.key for r in running], sum(queries), queries, contexts, emitted, draft_s, whole_s))
@@ -169,19 +171,19 @@ def _ask(r: _Running, prices: Prices, max_draft: int) -> Ask:
     return Ask(r.key, r.context, budget, room, offers, missing)
 
 
-def _offer(drafts: Drafts, at: int) -> Offer:
+def _offer(drafts: Drafts, at: int) -> Seq[float | None]:
     proposed = drafts.proposed[at]
     if drafts.confidence is None:
-        return Offer([None] * proposed)
+        return (None,) * proposed
     known = drafts.confidence[at][:proposed]
-    return Offer([*known, *known[-1:] * (proposed - len(known))])
+    return (*known, *known[-1:] * (proposed - len(known)))
 
 
 def _drafted(
     running: Seq[_Running], asks: Seq[Ask], choices: list[Choice], policy: Controller | Fixed, prices: Prices
 ) -> tuple[float, list[int]]:
     """Seconds of the costly drafters, and the drafts of each sequence that are verified; `choices` as they came out."""
-    seconds, lengths = 0.0, [len(choice.nodes) for choice in choices]
+    seconds, lengths = 0.0, [choice.length for choice in choices]
     for index, steps in prices.steps.items():
         chosen = [i for i, choice in enumerate(choices) if choice.drafter == index]
         if not chosen:
@@ -197,10 +199,9 @@ def _drafted(
         if isinstance(policy, Controller):
             policy.drafted(index, made, missing, took)
             refined = [(i, n) for i, n in zip(chosen, made, strict=True) if choices[i].risk_s is None]
-            offers = [(asks[i], index, _first(running[i], index, n)) for i, n in refined]
+            offers = [(asks[i], index, _offer(running[i].text.drafts[index], running[i].at)[:n]) for i, n in refined]
             if offers and running[chosen[0]].text.drafts[index].confidence is not None:
-                nodes = policy.refine(offers, Load())
-                keep = {i: len(n) for (i, _), n in zip(refined, nodes, strict=True)}
+                keep = dict(zip((i for i, _ in refined), policy.refine(offers, Load()), strict=True))
                 kept = [keep.get(i, n) for i, n in zip(chosen, made, strict=True)]
         for i, n, whole in zip(chosen, kept, made, strict=True):
             r = running[i]
@@ -209,18 +210,14 @@ def _drafted(
     return seconds, lengths
 
 
-def _first(r: _Running, drafter: int, count: int) -> Offer:
-    return Offer(_offer(r.text.drafts[drafter], r.at).confidence[:count])
-
-
 def _made(r: _Running, choice: Choice, policy: Controller | Fixed) -> int:
     """Drafts made before the drafter stops by itself."""
     assert choice.drafter is not None
     drafts = r.text.drafts[choice.drafter]
-    most = min(len(choice.nodes), max(drafts.proposed[r.at], 1))
+    most = min(choice.length, max(drafts.proposed[r.at], 1))
     if isinstance(policy, Fixed) or drafts.confidence is None:
         return most
-    stated = [c for c in _offer(drafts, r.at).confidence if c is not None]
+    stated = [c for c in _offer(drafts, r.at) if c is not None]
     made = 1
     while made < most and policy.worth_going_on(r.key, choice, stated[:made]):
         made += 1
@@ -236,11 +233,10 @@ def _advance(r: _Running, choice: Choice, length: int, policy: Controller | Fixe
             costly = not policy.drafters[index].free
             if r.watched.get(index, 0) > r.at or (costly and choice.drafter != index):
                 continue
-            proposed = min(drafts.proposed[r.at], len(choice.nodes)) if costly else drafts.proposed[r.at]
+            proposed = min(drafts.proposed[r.at], choice.length) if costly else drafts.proposed[r.at]
             hits = min(drafts.matched[r.at], proposed)
-            confidence = _offer(drafts, r.at).confidence
-            policy.learn(r.key, index, 0, confidence[: min(hits + 1, proposed)], hits)
+            confidence = _offer(drafts, r.at)
+            policy.learn([Lesson(r.key, index, 0, confidence[: min(hits + 1, proposed)], hits)])
             r.watched[index] = r.at + hits + 1
-        policy.committed(r.key, choice, emitted)
     r.at += emitted
     return emitted

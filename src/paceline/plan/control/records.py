@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
 
-__all__ = ["Ask", "Choice", "ControlOptions", "DraftAlarm", "DrafterFacts", "Offer", "RoundFacts"]
+__all__ = ["Ask", "Choice", "ControlOptions", "DraftAlarm", "DrafterFacts", "Lesson", "RoundFacts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,59 +30,60 @@ class DrafterFacts:
         return self.steps is None
 
 
-class Offer(NamedTuple):
-    """What a free drafter would propose: confidence by node; `parents` as in `Proposal`, None for a chain."""
-
-    confidence: Seq[float | None] = ()
-    parents: Seq[int | None] | None = None
-
-
 class Ask(NamedTuple):
     """One sequence before a round.
 
     context      committed tokens
     budget       draft tokens on the longest path at most
     room         tokens it may still emit
-    offers       by free drafter that was asked
+    offers       by free drafter that has drafts: the confidence of each, all None where it states none
     missing      by costly drafter: tokens it has to read before it can draft
-    may_cut      the acceptance rule lets drafts be cut once they were seen
     """
 
     key: int
     context: int
     budget: int
     room: int
-    offers: Mapping[int, Offer] = MappingProxyType({})
+    offers: Mapping[int, Seq[float | None]] = MappingProxyType({})
     missing: Mapping[int, int] = MappingProxyType({})
-    may_cut: bool = True
+
+
+class Lesson(NamedTuple):
+    """What came of drafts of one sequence, used or only watched: from position `first` on and of these confidences, the
+    first `hits` were what was committed, and the next, where there is one, was not."""
+
+    key: int
+    drafter: int
+    first: int
+    confidence: Seq[float | None]
+    hits: int
 
 
 class Choice(NamedTuple):
     """Who drafts for one sequence, and how far.
 
     drafter    index; None decodes plainly
-    nodes      nodes of a free drafter's offer, parents first; of a costly drafter range(length)
+    length     draft tokens
     keep       a costly drafter goes on while the chance that its next draft is accepted is at least this
     risk_s     of a trial: seconds lost if what it adds is rejected; None where this is no trial
     usual      drafts that would have been taken anyway
     """
 
     drafter: int | None = None
-    nodes: tuple[int, ...] = ()
+    length: int = 0
     keep: float = 0.0
     risk_s: float | None = None
     usual: int = 0
 
     def made(self, drafts: int) -> Choice:
         """What it came to where the drafter stopped by itself: a trial that was broken off risked less."""
-        if self.risk_s is None or drafts >= len(self.nodes):
+        if self.risk_s is None or drafts >= self.length:
             return self
-        risk_s = self.risk_s * max(drafts - self.usual, 1) / (len(self.nodes) - self.usual)
-        return self._replace(nodes=self.nodes[:drafts], risk_s=risk_s)
+        risk_s = self.risk_s * max(drafts - self.usual, 1) / (self.length - self.usual)
+        return self._replace(length=drafts, risk_s=risk_s)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundFacts:
+class RoundFacts(NamedTuple):
     """A round that is over. Sequences are those that decoded, in one order.
 
     keys       the sequences

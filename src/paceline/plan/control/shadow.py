@@ -45,7 +45,9 @@ class PlainShadow:
             for run in self._runs.values():
                 run.ended = True
             for key, context, tokens in zip(keys, contexts, emitted, strict=True):
-                run = self._runs.setdefault(key, _Run(context))
+                if key not in self._runs:
+                    self._runs[key] = _Run(context)
+                run = self._runs[key]
                 run.emitted, run.ended = run.emitted + tokens, False
             self._places = max(self._places, len(keys))
             self._seconds += self._decode(self._runs)

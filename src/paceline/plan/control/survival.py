@@ -6,15 +6,19 @@ much or too little. What was seen at other temperatures is only where a range st
 correction of the odds for its first draft and one for the later ones: whether text repeats, what the task is and
 how long the context has grown are properties of the request, and a few rounds tell. Old outcomes fade in both.
 
-`survival` and `record` are called for every draft in every round: plain arithmetic, about a microsecond each.
+`survival` and `record` are called for every sequence in every round, behind a pass that leaves no cache warm: they
+run over a chain in one loop of plain arithmetic. Twin: `tests/control/control_twins.py::SlowLearner`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
-__all__ = ["AcceptanceTable", "Corrections", "Learner", "temperature_range"]
+__all__ = ["AcceptanceTable", "Learner", "Range", "temperature_range"]
 
 _PRIOR_ACCEPTANCE = 0.6  # of a draft whose drafter states no confidence, before anything was seen
 _PRIOR_WEIGHT = 8.0  # outcomes a prior counts as, in a cell of the table
@@ -25,7 +29,9 @@ _DOUBT_FADE = 0.995  # by round: half of what was learnt is in doubt after some 
 _LEAST, _MOST = 0.01, 0.99  # no draft is surer than this before it was seen
 _LAST_POSITION = 7  # positions from here on share their cells
 _CONFIDENCES = 13  # cells by confidence; the last is for "unknown"
-_ALL = 4  # the range that holds every temperature
+_LAST_ROW, _CELLS = _LAST_POSITION * _CONFIDENCES, (_LAST_POSITION + 1) * _CONFIDENCES
+_KNOWN, _LATER = 4, 8  # in a learner's own numbers: steps to known confidences, and to drafts behind the first
+_KEPT_PRIOR = (1.0 - _SEQUENCE_FADE) * _SEQUENCE_PRIOR  # what does not fade
 
 
 def temperature_range(temperature: float) -> int:
@@ -33,211 +39,244 @@ def temperature_range(temperature: float) -> int:
     return 0 if temperature <= 0.0 else 1 if temperature <= 0.5 else 2 if temperature <= 0.9 else 3
 
 
+class Range(NamedTuple):
+    """What is known by cell in one range of temperatures: outcomes and how many were accepted, old ones fading, and the
+    estimate as base + slope * the chance that a draft starts from."""
+
+    accepted: list[float]
+    outcomes: list[float]
+    base: list[float]
+    slope: list[float]
+
+
 class AcceptanceTable:
     """P(accepted | all before it accepted) of one drafter by position, confidence and range of temperatures.
 
-    prior   acceptance of drafts without a stated confidence before anything was seen, in (0, 1)
+    prior           acceptance of drafts without a stated confidence before anything was seen, in (0, 1)
+    first_unknown   cell of a first draft of unknown confidence
     """
+
+    first_unknown = _CONFIDENCES - 1
 
     def __init__(self, prior: float = _PRIOR_ACCEPTANCE) -> None:
         self.prior = prior
-        size = (_LAST_POSITION + 1) * _CONFIDENCES
-        self._outcomes = [[0.0] * size for _ in range(_ALL + 1)]
-        self._accepted = [[0.0] * size for _ in range(_ALL + 1)]
-        self._lines: dict[int, tuple[list[float], list[float]]] = {}
+        self._accepted, self._outcomes = [0.0] * _CELLS, [0.0] * _CELLS  # at all temperatures
+        self._ranges: dict[int, Range] = {}
 
     def estimate(self, position: int, confidence: float | None, temperatures: int = 0) -> float:
         """In (0, 1). Starts at the drafter's own confidence, goes by way of all temperatures to its own."""
-        base, slope = self.lines(temperatures)
-        cell = _cell(position, confidence)
-        return base[cell] + slope[cell] * self._start(confidence)
+        known = self.of_range(temperatures)
+        (cell,), (start,) = self.cells(position, (confidence,))
+        return known.base[cell] + known.slope[cell] * start
 
-    def lines(self, temperatures: int) -> tuple[list[float], list[float]]:
-        """By cell: `estimate` is base + slope * the chance it starts from. Kept up to date by `record`."""
-        known = self._lines.get(temperatures)
+    def cells(self, first: int, confidence: Seq[float | None]) -> tuple[list[int], list[float]]:
+        """Of drafts of these confidences, from position `first` on: the cell of each, and the chance it starts from.
+
+        Confidences share a cell by tenth, and finer near 1, where odds differ most.
+        """
+        cells: list[int] = []
+        starts: list[float] = []
+        row, prior = first * _CONFIDENCES, self.prior
+        for stated in confidence:
+            if row > _LAST_ROW:
+                row = _LAST_ROW
+            if stated is None:
+                cells.append(row + _CONFIDENCES - 1)
+                starts.append(prior)
+            elif stated < 0.9:
+                cells.append(row + int(stated * 10.0))
+                starts.append(stated if stated > _LEAST else _LEAST)
+            else:
+                cells.append(row + 9 + (stated >= 0.95) + (stated >= 0.98))
+                starts.append(stated if stated < _MOST else _MOST)
+            row += _CONFIDENCES
+        return cells, starts
+
+    def of_range(self, temperatures: int) -> Range:
+        """Kept up to date by `record`."""
+        known = self._ranges.get(temperatures)
         if known is None:
-            cells = range(len(self._outcomes[_ALL]))
-            pairs = [self._line(cell, temperatures) for cell in cells]
-            self._lines[temperatures] = known = [base for base, _ in pairs], [slope for _, slope in pairs]
+            known = self._ranges[temperatures] = Range(*([0.0] * _CELLS for _ in Range._fields))
+            self._draw(known, range(_CELLS))
         return known
 
-    def _line(self, cell: int, temperatures: int) -> tuple[float, float]:
-        return _line(
-            self._accepted[temperatures][cell],
-            self._outcomes[temperatures][cell],
-            self._accepted[_ALL][cell],
-            self._outcomes[_ALL][cell],
-        )
+    def _draw(self, known: Range, cells: Iterable[int]) -> None:
+        """The estimates of these cells, from a prior by way of all temperatures to their own."""
+        for cell in cells:
+            own = known.outcomes[cell] + _PRIOR_WEIGHT
+            share = _PRIOR_WEIGHT / ((self._outcomes[cell] + _PRIOR_WEIGHT) * own)
+            known.base[cell] = known.accepted[cell] / own + share * self._accepted[cell]
+            known.slope[cell] = share * _PRIOR_WEIGHT
 
-    def _start(self, confidence: float | None) -> float:
-        return self.prior if confidence is None else min(max(confidence, _LEAST), _MOST)
-
-    def outcomes(self, position: int, temperatures: int = _ALL) -> float:
-        """How many outcomes at this position are remembered."""
-        return self._outcomes[temperatures][_cell(position, None)]
+    def outcomes(self, position: int) -> float:
+        """How many outcomes at this position are remembered, at all temperatures."""
+        (cell,), _ = self.cells(position, (None,))
+        return self._outcomes[cell]
 
     def acceptance(self) -> float:
         """Of first drafts, as observed at all temperatures; 1.0 before anything was."""
-        cell = _cell(0, None)
-        outcomes = self._outcomes[_ALL][cell]
-        return self._accepted[_ALL][cell] / outcomes if outcomes else 1.0
+        outcomes = self._outcomes[self.first_unknown]
+        return self._accepted[self.first_unknown] / outcomes if outcomes else 1.0
 
-    def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> float:
-        """Learn one outcome; what was expected before it."""
-        cell = _cell(position, confidence)
-        base, slope = self.lines(temperatures)
-        expected = base[cell] + slope[cell] * self._start(confidence)
-        accepted_all, outcomes_all = _count(self._accepted[_ALL], self._outcomes[_ALL], cell, accepted)
-        accepted_own, outcomes_own = _count(self._accepted[temperatures], self._outcomes[temperatures], cell, accepted)
-        base[cell], slope[cell] = _line(accepted_own, outcomes_own, accepted_all, outcomes_all)
-        if len(self._lines) > 1:
-            for other, (its_base, its_slope) in self._lines.items():
-                its_base[cell], its_slope[cell] = self._line(cell, other)
+    def record(self, position: int, confidence: float | None, accepted: bool, temperatures: int = 0) -> None:
+        """Learn one outcome."""
+        self.record_run(*self.cells(position, (confidence,)), int(accepted), self.of_range(temperatures))
+
+    def record_run(self, cells: Seq[int], starts: Seq[float], hits: int, known: Range) -> list[float]:
+        """Learn outcomes by their `cells`, of which the first `hits` were accepted; what was expected before each."""
+        accepted, outcomes, base, slope = known
+        accepted_all, outcomes_all = self._accepted, self._outcomes
+        expected: list[float] = []
+        for cell, start in zip(cells, starts, strict=True):
+            hit = len(expected) < hits
+            expected.append(base[cell] + slope[cell] * start)
+            own_hits, own = accepted[cell] + hit, outcomes[cell] + 1.0
+            if own > _TABLE_MEMORY:
+                own_hits, own = own_hits * (_TABLE_MEMORY / own), _TABLE_MEMORY
+            all_hits, every = accepted_all[cell] + hit, outcomes_all[cell] + 1.0
+            if every > _TABLE_MEMORY:
+                all_hits, every = all_hits * (_TABLE_MEMORY / every), _TABLE_MEMORY
+            accepted[cell], outcomes[cell] = own_hits, own
+            accepted_all[cell], outcomes_all[cell] = all_hits, every
+            own += _PRIOR_WEIGHT
+            share = _PRIOR_WEIGHT / ((every + _PRIOR_WEIGHT) * own)
+            base[cell], slope[cell] = own_hits / own + share * all_hits, share * _PRIOR_WEIGHT
+        if len(self._ranges) > 1:
+            for other in self._ranges.values():
+                if other is not known:
+                    self._draw(other, cells)
         return expected
 
 
-def _line(accepted: float, outcomes: float, accepted_all: float, outcomes_all: float) -> tuple[float, float]:
-    """Base and slope of an estimate that goes from a prior by way of all temperatures to its own."""
-    own = outcomes + _PRIOR_WEIGHT
-    share = _PRIOR_WEIGHT / ((outcomes_all + _PRIOR_WEIGHT) * own)
-    return accepted / own + share * accepted_all, share * _PRIOR_WEIGHT
-
-
-def _count(accepted: list[float], outcomes: list[float], cell: int, hit: bool) -> tuple[float, float]:
-    """One more outcome in a cell, old ones fading; what it holds now."""
-    hits, seen = accepted[cell] + hit, outcomes[cell] + 1.0
-    if seen > _TABLE_MEMORY:
-        hits, seen = hits * (_TABLE_MEMORY / seen), _TABLE_MEMORY
-    accepted[cell], outcomes[cell] = hits, seen
-    return hits, seen
-
-
-@dataclass(slots=True)
-class _Correction:
-    """Outcomes of one sequence beside what the table expected of them, fading."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-    outcomes: float = 0.0
-
-    def apply(self, chance: float) -> float:
-        """The chance after multiplying its odds by observed over expected odds."""
-        if self.outcomes == 0.0:
-            return chance
-        more, less = _SEQUENCE_PRIOR * chance, _SEQUENCE_PRIOR * (1.0 - chance)
-        hits = (self.accepted + more) * (self.outcomes - self.expected + less) * chance
-        misses = (self.outcomes - self.accepted + less) * (self.expected + more) * (1.0 - chance)
-        return hits / (hits + misses)
-
-    def record(self, expected: float, accepted: bool) -> None:
-        self.accepted = self.accepted * _SEQUENCE_FADE + accepted
-        self.expected = self.expected * _SEQUENCE_FADE + expected
-        self.outcomes = self.outcomes * _SEQUENCE_FADE + 1.0
-
-    def fade(self, share: float) -> None:
-        self.accepted *= share
-        self.expected *= share
-        self.outcomes *= share
-
-
-class Corrections:
-    """One for first drafts and one for later ones, each for drafts of a stated confidence and for those of none: what
-    the confidences tell already is no news beside them, but is beside the mean over all drafts."""
-
-    __slots__ = ("_all",)
-
-    def __init__(self) -> None:
-        self._all = [_Correction() for _ in range(4)]
-
-    def of(self, position: int, stated: bool) -> _Correction:
-        return self._all[2 * (position > 0) + stated]
-
-    def fade(self, share: float) -> None:
-        for correction in self._all:
-            correction.fade(share)
-
-
-@dataclass(slots=True)
 class Learner:
     """Acceptance of one drafter's drafts in one sequence; `table` is shared by all sequences.
 
     asked_blind   it is chosen before its drafts and their confidences are known
+
+    Of the drafts of a chain either all confidences are known or none is. A sequence multiplies the odds of the table
+    by observed over expected odds. It has four such corrections, for first drafts and for later ones, each for
+    drafts without and with a known confidence: what the confidences tell already is no news beside them, but is
+    beside the mean over all drafts. `_own` holds them in this order, four numbers each: outcomes accepted and not, and
+    expected to be and not to be; old ones fade, and those of not stand upon `_SEQUENCE_PRIOR`.
     """
 
-    table: AcceptanceTable
-    temperatures: int = 0
-    asked_blind: bool = True
-    _own: Corrections = field(default_factory=Corrections)
+    __slots__ = ("_known", "_own", "asked_blind", "table")
+
+    def __init__(self, table: AcceptanceTable, temperatures: int = 0, asked_blind: bool = True) -> None:
+        self.table, self.asked_blind, self._known = table, asked_blind, table.of_range(temperatures)
+        self._own = [0.0, _SEQUENCE_PRIOR] * 8
 
     def survival(self, confidence: Seq[float | None], floor: float = 0.0) -> list[float]:
         """P(drafts 0..i are all accepted), by position, for drafts of these confidences (None: unknown).
 
-        Ends before the first that falls under `floor`. The product of `acceptance`, in one loop.
+        Ends before the first that falls under `floor`.
         """
-        result: list[float] = []
-        base, slope = self.table.lines(self.temperatures)
-        prior, product = self.table.prior, 1.0
-        for position, stated in enumerate(confidence):
-            cell = _cell(position, stated)
-            start = prior if stated is None else _LEAST if stated < _LEAST else _MOST if stated > _MOST else stated
-            chance = self._own.of(position, stated is not None).apply(base[cell] + slope[cell] * start)
-            product *= chance
-            if product < floor:
-                break
-            result.append(product)
-        return result
+        return _products(self._chances(0, confidence), floor)
 
     def survival_unstated(self, length: int, floor: float = 0.0) -> list[float]:
         """`survival` of `length` drafts of unknown confidence: from some position on all have the same chance."""
-        result = self.survival((None,) * min(length, _LAST_POSITION + 1), floor)
-        if len(result) <= _LAST_POSITION:
-            return result
-        chance = self.acceptance(_LAST_POSITION, None)
-        while len(result) < length and (product := result[-1] * chance) >= floor:
-            result.append(product)
-        return result
+        chances = self._chances(0, (None,) * min(length, _LAST_POSITION + 1))
+        return _products(chances + chances[-1:] * (length - len(chances)), floor)
 
     def acceptance(self, position: int, confidence: float | None) -> float:
         """P(draft `position` is accepted | all before it are)."""
-        chance = self.table.estimate(position, confidence, self.temperatures)
-        return self._own.of(position, confidence is not None).apply(chance)
+        return self._chances(position, (confidence,))[0]
 
     def hopeful(self, length: int, unseen: int) -> list[float]:
         """Survival as it may be at best: a deviation above what is expected, more where little was seen; and
         what was learnt `unseen` rounds ago may no longer hold."""
-        doubt = 1.0 - _DOUBT_FADE**unseen
-        result, product = [], 1.0
-        for position in range(length):
-            mean = self.acceptance(position, None)
-            mean += doubt * max(self.table.prior - mean, 0.0)
-            known = self._own.of(position, False).outcomes
+        doubt, prior = 1.0 - _DOUBT_FADE**unseen, self.table.prior
+        result, product, at = [], 1.0, 0
+        for mean in self._chances(0, (None,) * length):
+            if prior > mean:
+                mean += doubt * (prior - mean)
+            known = self._own[at] + self._own[at + 1] - _SEQUENCE_PRIOR
             product *= min(mean + (mean * (1.0 - mean) / (1.0 + known)) ** 0.5, 0.98)
             result.append(product)
+            at = _LATER
         return result
 
     def fade(self, share: float) -> None:
         """Nothing was seen for a round: what is known of this sequence goes back towards what is of all."""
-        self._own.fade(share)
+        rest, own = (1.0 - share) * _SEQUENCE_PRIOR, self._own
+        own[0::2] = [share * number for number in own[0::2]]
+        own[1::2] = [share * number + rest for number in own[1::2]]
 
     def record(self, first: int, confidence: Seq[float | None], hits: int) -> None:
         """Drafts of these confidences, from position `first` on: the first `hits` were accepted, and the next, where
-        there is one, was not; all before them were accepted."""
-        for position, stated in enumerate(confidence, start=first):
-            accepted = position - first < hits
-            self._record(position, stated, accepted)
-            if stated is not None and (self.asked_blind or position == 0):  # of first drafts the table keeps the mean
-                self._record(position, None, accepted)
+        there is one, was not; all before them were accepted.
 
-    def _record(self, position: int, confidence: float | None, accepted: bool) -> None:
-        expected = self.table.record(position, confidence, accepted, self.temperatures)
-        self._own.of(position, confidence is not None).record(expected, accepted)
+        Those of known confidence count for the mean over all drafts as well; where it is not asked blind the table's
+        mean over first drafts is enough.
+        """
+        if not confidence:
+            return
+        known = confidence[0] is not None
+        cells, starts = self.table.cells(first, confidence)
+        if known and not first and not self.asked_blind:  # in front, and as much a hit as the first draft
+            cells, starts = [self.table.first_unknown, *cells], [self.table.prior, *starts]
+            expected = self.table.record_run(cells, starts, hits + (hits > 0), self._known)[1:]
+        else:
+            expected = self.table.record_run(cells, starts, hits, self._known)
+        self._correct((_KNOWN if known else 0) + (_LATER if first else 0), expected, hits)
+        if known and self.asked_blind:
+            self.record(first, (None,) * len(confidence), hits)
+
+    def _chances(self, first: int, confidence: Seq[float | None]) -> list[float]:
+        """`acceptance` of drafts from position `first` on. Cells and starts are those of `AcceptanceTable.cells`."""
+        chances: list[float] = []
+        if not confidence:
+            return chances
+        own, prior = self._own, self.table.prior
+        _, _, base, slope = self._known
+        at = 0 if confidence[0] is None else _KNOWN
+        row = first * _CONFIDENCES
+        if first:
+            at += _LATER
+        accepted, not_accepted, expected, not_expected = own[at : at + 4]
+        for stated in confidence:
+            if row > _LAST_ROW:
+                row = _LAST_ROW
+            if stated is None:
+                cell, start = row + _CONFIDENCES - 1, prior
+            elif stated < 0.9:
+                cell, start = row + int(stated * 10.0), stated if stated > _LEAST else _LEAST
+            else:
+                cell, start = row + 9 + (stated >= 0.95) + (stated >= 0.98), stated if stated < _MOST else _MOST
+            chance = base[cell] + slope[cell] * start
+            alike = _SEQUENCE_PRIOR * chance
+            hits = (accepted + alike) * (not_expected - alike) * chance
+            chances.append(hits / (hits + (not_accepted - alike) * (expected + alike) * (1.0 - chance)))
+            if row == 0:
+                at += _LATER
+                accepted, not_accepted, expected, not_expected = own[at : at + 4]
+            row += _CONFIDENCES
+        return chances
+
+    def _correct(self, at: int, chances: Seq[float], hits: int) -> None:
+        """Outcomes beside what the table expected, the first of them for the correction `at`."""
+        own = self._own
+        accepted, not_accepted, expected, not_expected = own[at : at + 4]
+        for chance in chances:
+            accepted *= _SEQUENCE_FADE
+            not_accepted = not_accepted * _SEQUENCE_FADE + _KEPT_PRIOR
+            if hits > 0:
+                accepted += 1.0
+                hits -= 1
+            else:
+                not_accepted += 1.0
+            expected = expected * _SEQUENCE_FADE + chance
+            not_expected = not_expected * _SEQUENCE_FADE + (_KEPT_PRIOR + 1.0 - chance)
+            if at < _LATER:
+                own[at : at + 4] = accepted, not_accepted, expected, not_expected
+                at += _LATER
+                accepted, not_accepted, expected, not_expected = own[at : at + 4]
+        own[at : at + 4] = accepted, not_accepted, expected, not_expected
 
 
-def _cell(position: int, confidence: float | None) -> int:
-    """Confidences share a cell by tenth, and finer near 1, where odds differ most."""
-    row = (position if position < _LAST_POSITION else _LAST_POSITION) * _CONFIDENCES
-    if confidence is None:
-        return row + _CONFIDENCES - 1
-    if confidence < 0.9:
-        return row + int(confidence * 10)
-    return row + 9 + (confidence >= 0.95) + (confidence >= 0.98)
+def _products(chances: Iterable[float], floor: float) -> list[float]:
+    """Running products, up to the first under `floor`; no chance is above 1."""
+    products = list(accumulate(chances, mul))
+    while products and products[-1] < floor:
+        products.pop()
+    return products
