@@ -81,6 +81,15 @@ def test_what_comes_after_a_rest_shares_no_round_with_what_was_before() -> None:
     assert shadow.seconds == pytest.approx(6 * alone + together, rel=2e-3), "and again one"
 
 
+def test_a_token_beside_a_prompt_is_no_round_of_plain_decoding() -> None:
+    cost = cost_of()
+    shadow = PlainShadow(cost)
+    shadow.add([0, 1], [CONTEXT] * 2, [5, 1], beside_prompt=True)
+    shadow.add([0, 1], [CONTEXT] * 2, [1, 5])
+    shadow.rest()
+    assert shadow.seconds == pytest.approx(plainly([5, 5], 2, cost), rel=2e-3)
+
+
 def test_a_sequence_that_was_away_goes_on() -> None:
     cost = cost_of()
     shadow = PlainShadow(cost)

@@ -15,7 +15,7 @@ from paceline.plan.control.cost import QUERY_OVERHEAD, Around, LiveCost, StepTim
 
 __all__ = ["live_cost", "time_passes"]
 
-_ROWS = (1, 8, 16, 32, 64)
+_ROWS = (1, 4, 8, 16, 32, 64)
 _REPEATS = 3
 _SLOW_ROWS, _SLOW_REPEATS = 32, 1  # from so many rows on, after the first
 _CONTEXT = 256  # tokens of each sequence, past a block of keys, where attention is timed

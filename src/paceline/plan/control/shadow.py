@@ -4,7 +4,8 @@ The same sequences in the same order at the same places, each emitting a token a
 round is not which do: who drafts well ends early here, and would have stayed beside the others there. So the shadow
 lags, and decodes a token once the engine has it; what it has not decoded yet is reckoned when somebody asks, and
 run when the engine rests. Its places are as many as were taken at once since the last rest. Prompts are left out, as
-they cost the same.
+they cost the same, and so is one token of each sequence in the rounds that read them: plain decoding would have put it
+beside the prompt too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PlainShadow:
         self._places, self._seconds = 1, 0.0
         self._lock = threading.Lock()
 
-    def add(self, keys: Seq[int], contexts: Seq[int], emitted: Seq[int]) -> None:
+    def add(self, keys: Seq[int], contexts: Seq[int], emitted: Seq[int], beside_prompt: bool = False) -> None:
         """A round of the engine: sequences, tokens of each before it, and tokens each emitted. Who is not in it any
         more has ended."""
         with self._lock:
@@ -48,7 +49,7 @@ class PlainShadow:
                 if key not in self._runs:
                     self._runs[key] = _Run(context)
                 run = self._runs[key]
-                run.emitted, run.ended = run.emitted + tokens, False
+                run.emitted, run.ended = run.emitted + max(tokens - beside_prompt, 0), False
             self._places = max(self._places, len(keys))
             self._seconds += self._decode(self._runs)
 
