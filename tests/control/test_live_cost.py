@@ -110,3 +110,36 @@ def test_passes_are_priced_one_by_one_or_together() -> None:
     view = cost.view([300, 17])
     for rows, count in ((1, 40), (20, 3), (24, 1), (25, 6), (7, 0)):
         assert view.passes_s(rows, count) == [view.pass_s(r) for r in range(rows, rows + count)]
+    each = [(1, 300), (4, 17), (5, 4096)]
+    assert cost.all_keys(*zip(*each, strict=True)) == sum(cost.keys(*one) for one in each)
+
+
+@given(st.dictionaries(st.integers(0, 15), st.floats(-0.4, 0.4), min_size=1))
+def test_steps_never_visited_take_the_errors_of_their_neighbours(errors: dict[int, float]) -> None:
+    """Beyond the first and the last known step, the errors of those."""
+    cost = LiveCost(StepTimes((1, 64), (1.0, 1e4)), block=4, largest=64)
+    seed = list(cost._table)
+    for step, error in errors.items():
+        cost._error[step], cost._visits[step] = error, 1.0
+    cost._rebuild()
+    known, values = sorted(errors), []
+    for i in range(16):
+        low = max((k for k in known if k <= i), default=known[0])
+        high = min((k for k in known if k >= i), default=known[-1])
+        share = (i - low) / (high - low) if high > low else 0.0
+        values.append(seed[i] * math.exp(errors[low] + share * (errors[high] - errors[low])))
+    assert cost._table == pytest.approx(isotonic(values, [cost._visits[i] or 0.25 for i in range(16)]))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10.0), st.floats(0.25, 40.0)), min_size=1, max_size=12),
+)
+def test_isotonic_is_the_min_max_of_means(points: list[tuple[float, float]]) -> None:
+    """Slow twin: at each place the greatest, over starts, of the least, over ends, weighted mean."""
+
+    def mean(low: int, high: int) -> float:
+        return sum(v * w for v, w in points[low:high]) / sum(w for _, w in points[low:high])
+
+    n = len(points)
+    slow = [max(min(mean(low, high) for high in range(i + 1, n + 1)) for low in range(i + 1)) for i in range(n)]
+    assert isotonic([v for v, _ in points], [w for _, w in points]) == pytest.approx(slow)

@@ -366,10 +366,10 @@ class Controller:
     def settle(self, facts: RoundFacts) -> list[float]:
         """A round is over; returns the seconds it saved each sequence against plain decoding."""
         cost, count = self.cost, len(facts.queries)
-        keys = sum(map(cost.keys, facts.queries, facts.contexts))
+        keys = cost.all_keys(facts.queries, facts.contexts)
         if count and not facts.prefill:
             cost.observe(facts.rows, keys, count, facts.whole_s - facts.draft_s)
-        plain_keys = sum([cost.keys(1, context) for context in facts.contexts])
+        plain_keys = cost.all_keys([1] * count, facts.contexts)
         plain_s = cost.seconds(count, plain_keys, count) if count else 0.0
         if self._costly:
             most = _MOST_CREDIT * cost.seconds(max(count, 1), keys, max(count, 1))

@@ -20,8 +20,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
 
 __all__ = ["QUERY_OVERHEAD", "Around", "LiveCost", "RoundView", "StepTimes", "isotonic"]
 
@@ -111,6 +114,13 @@ class LiveCost:
         keys = -(-context // self.kv_block) * self.kv_block
         return (-(-queries // self.block) * self.block + QUERY_OVERHEAD) * keys
 
+    def all_keys(self, queries: Iterable[int], contexts: Iterable[int]) -> int:
+        """`keys` of several sequences together."""
+        block, kv_block, total = self.block, self.kv_block, 0
+        for own, context in zip(queries, contexts, strict=True):
+            total += (-(-own // block) * block + QUERY_OVERHEAD) * (-(-context // kv_block) * kv_block)
+        return total
+
     def step(self, rows: int) -> int:
         return min(max(-(-rows // self.block) - 1, 0), len(self._seed) - 1)
 
@@ -152,7 +162,7 @@ class LiveCost:
 
     def view(self, contexts: Seq[int]) -> RoundView:
         """The cost of a round over sequences of these contexts, one block of queries each."""
-        keys = sum(self.keys(1, context) for context in contexts)
+        keys = self.all_keys([1] * len(contexts), contexts)
         return RoundView(self, self.speed, self.speed * (self.key_s * keys + self.sequence_s * len(contexts)))
 
     def _rows_s(self, rows: int) -> float:
@@ -168,18 +178,14 @@ class LiveCost:
         """The table from seed and errors; steps never visited take the errors of their neighbours."""
         self._stale = 0
         known = [i for i, visits in enumerate(self._visits) if visits > 0.0]
-        values, weights = [], []
-        right = 0
-        for i, seed in enumerate(self._seed):
-            while right < len(known) and known[right] < i:
-                right += 1
-            high = known[min(right, len(known) - 1)]
-            low = known[max(right - 1, 0)] if high > i else high
-            share = (i - low) / (high - low) if low < i < high else float(i >= high)
-            error = self._error[low] + share * (self._error[high] - self._error[low])
-            values.append(seed * math.exp(error))
-            weights.append(self._visits[i] or 0.25)
-        self._tabulate(values, weights)
+        error, exp = self._error, math.exp
+        factors = [exp(error[known[0]])] * (known[0] + 1)
+        for low, high in pairwise(known):
+            start, rise = error[low], error[high] - error[low]
+            factors += [exp(start + (i - low) / (high - low) * rise) for i in range(low + 1, high)]
+            factors.append(exp(error[high]))
+        factors += factors[-1:] * (len(error) - len(factors))
+        self._tabulate(list(map(mul, self._seed, factors)), [visits or 0.25 for visits in self._visits])
 
     def _tabulate(self, values: Seq[float], weights: Seq[float]) -> None:
         self._table = isotonic(values, weights)
@@ -224,13 +230,17 @@ class RoundView:
 
 def isotonic(values: Seq[float], weights: Seq[float]) -> list[float]:
     """The never-falling sequence nearest to `values` in weighted squares."""
-    pools: list[list[float]] = []  # [mean, weight, members]
-    for value, weight in zip(values, weights, strict=True):
-        pools.append([value, weight, 1.0])
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            mean, heavy, members = pools.pop()
-            last = pools[-1]
-            last[0] = (last[0] * last[1] + mean * heavy) / (last[1] + heavy)
-            last[1] += heavy
-            last[2] += members
-    return [pool[0] for pool in pools for _ in range(int(pool[2]))]
+    means: list[float] = []  # of pools, rising, with their weights and members
+    loads: list[float] = []
+    sizes: list[int] = []
+    for mean, load in zip(values, weights, strict=True):
+        size = 1
+        while means and means[-1] > mean:
+            heavy = loads.pop()
+            mean = (means.pop() * heavy + mean * load) / (heavy + load)
+            load += heavy
+            size += sizes.pop()
+        means.append(mean)
+        loads.append(load)
+        sizes.append(size)
+    return [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]

@@ -175,12 +175,13 @@ def _alone(contender: Contender, cost: RoundCost, load: Load, plain: Plan) -> Pl
 def _together(state: Seq[Contender], cost: RoundCost, load: Load, plain: Plan) -> Plan:
     """Free drafters first; then, at the price found, who does better with a costly one, for each depth of its."""
     base = load.rows + len(state)
-    best = _assign_and_scan(state, None, 0, cost, base, plain, plain)
+    scanned: set[tuple[int | None, ...]] = set()
+    best = _assign_and_scan(state, None, 0, cost, base, plain, plain, scanned)
     for drafter in sorted({o.drafter for c in state for o in c.options if o.drafter is not None}):
         deepest = max(len(o.survival) for c in state for o in c.options if o.drafter == drafter)
         misses = 0
         for depth in (d for d in _DEPTHS if d < deepest * 2):
-            found = _assign_and_scan(state, drafter, depth, cost, base, plain, best)
+            found = _assign_and_scan(state, drafter, depth, cost, base, plain, best, scanned)
             misses = 0 if found is not best else misses + 1
             if misses == _PATIENCE:  # deeper ones go on losing; twice allows for a step of the cost
                 break
@@ -189,7 +190,14 @@ def _together(state: Seq[Contender], cost: RoundCost, load: Load, plain: Plan) -
 
 
 def _assign_and_scan(
-    state: Seq[Contender], drafter: int | None, depth: int, cost: RoundCost, base: int, plain: Plan, best: Plan
+    state: Seq[Contender],
+    drafter: int | None,
+    depth: int,
+    cost: RoundCost,
+    base: int,
+    plain: Plan,
+    best: Plan,
+    scanned: set[tuple[int | None, ...]],  # choices without a costly drafter: the same at any depth
 ) -> Plan:
     """`best`, or what is better with each sequence's worthiest option, `drafter` drafting up to `depth` tokens."""
     sharing = len(state)
@@ -199,13 +207,15 @@ def _assign_and_scan(
         row_s = (cost.pass_s(base + taken) - cost.pass_s(base)) / taken
         step_s = 0.0 if drafter is None else cost.step_s(drafter, sharing) / sharing
         chosen = tuple(_worthiest(c, drafter, depth, best.rate, row_s, step_s) for c in state)
-        if chosen == seen:
+        if chosen == seen or chosen in scanned:
             break
         seen = chosen
         found = _scan(state, chosen, depth, cost, base, plain)
         best = found if found.rate > best.rate else best
         users = [c for i, c in zip(chosen, state, strict=True) if i is not None and c.options[i].drafter is not None]
         sharing = max(len(users), 1)
+        if not users:
+            scanned.add(chosen)
     return best
 
 

@@ -73,13 +73,18 @@ class PlainShadow:
         seconds, cost = 0.0, self._cost
         while runs:
             beside = list(islice(runs.items(), self._places))
-            if rounds := min(run.emitted - run.decoded for _, run in beside):
-                keys = sum(cost.keys(1, run.context + run.decoded + rounds // 2) for _, run in beside)
+            if rounds := min([run.emitted - run.decoded for _, run in beside]):
+                middles = [run.context + run.decoded + rounds // 2 for _, run in beside]
+                keys = cost.all_keys([1] * len(beside), middles)
                 seconds += rounds * cost.seconds(len(beside), keys, len(beside))
+            waits = False  # for the engine
             for key, run in beside:
                 run.decoded += rounds
-                if run.ended and run.decoded == run.emitted:
-                    del runs[key]
-            if any(run.decoded == run.emitted for _, run in beside if not run.ended):
-                break  # it waits for the engine
+                if run.decoded == run.emitted:
+                    if run.ended:
+                        del runs[key]
+                    else:
+                        waits = True
+            if waits:
+                break
         return seconds
