@@ -1,6 +1,7 @@
 """What a round takes outside the target's pass: everything that Python does around it, part by part, in microseconds.
 
     python bench/round_overhead.py [--batch 1 8 16] [--draft none auto auto+model] [--temperature 0 0.8] [--trace]
+    python bench/round_overhead.py --model MODEL [--batch 1 8 16]
 
 The target is SmolLM2's shape and vocabulary, and its pass returns at once: the text runs round a loop of tokens and
 jumps to another place of it where a hash of the position says so, so that string matchers are right about seven times
@@ -11,6 +12,9 @@ All is processor time of one thread, so that other work on the machine counts li
 without the pass (median and mean, without the parts' own clocks), tokens and drafts by sequence and round; then, of a
 second run, the mean of every part without the parts inside it (a clock's microsecond a call is left in).
 `build_inputs` is left out of "own": a model may have a way of its own from spans to inputs.
+
+With --model the passes are that model's, greedy, with `auto`, over pieces of this program; a pass leaves less in the
+caches than one that returns at once. Printed are the wall-clock time of a round and what the controller takes of it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +43,7 @@ from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.build import DrafterSet
 from paceline.decode.draft.registry import AUTO_MATCHER, MODEL_FREE, make_model_free
 from paceline.decode.engine import Engine, EngineOptions
+from paceline.decode.llm import LLM
 from paceline.decode.model.base import ForwardResult
 from paceline.decode.model.step import Geometry, RowPolicy, StepInputs
 from paceline.decode.model.tokenizer import TextTokenizer, byte_alphabet
@@ -237,6 +243,48 @@ def run(batch: int, draft: str, temperature: float, trace: bool, parts: Parts | 
     return rounds, [s.stats for s in sequences]
 
 
+def run_model(name: str, batch: int, parts: Parts) -> list[float]:
+    """Seconds of every round of a model in which all sequences decode, with what is in `parts` running."""
+    llm = LLM(name, max_batch=batch)
+    assert llm.tokenizer is not None, f"{name} has no tokenizer"
+    text = llm.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    engine, rounds = llm.engine, []
+    for i in range(batch):
+        piece = text[PROMPT * i % (len(text) - PROMPT) :][:PROMPT]
+        engine.add(Request(str(i), tuple(piece), params, DraftSettings("auto")))
+    for _ in range(batch + 4):
+        engine.step()
+    parts.running = True
+    while engine.running == batch:
+        began = time.perf_counter()
+        engine.step()
+        rounds.append(time.perf_counter() - began)
+    parts.running = False
+    return rounds
+
+
+def report_model(name: str, batch: int, repeats: int) -> None:
+    parts, rounds = Parts(), []
+    for owner, function, part in PARTS:
+        if part.startswith(("controller:", "auto:", AUTO_MATCHER)):
+            parts.wrap(owner, function, part)
+    try:
+        for _ in range(repeats):
+            rounds += run_model(name, batch, parts)
+    finally:
+        parts.unwrap()
+    mean_s = sum(rounds) / len(rounds)
+    took_s = {part: seconds / len(rounds) for part, seconds in parts.seconds.items()}
+    shares = []
+    for own in (("controller:",), ("controller:", "auto:")):
+        all_s = sum(seconds for part, seconds in took_s.items() if part.startswith(own))
+        shares.append(f"{1e6 * all_s:.0f} us ({all_s / mean_s:.2%})")
+    print(f"batch {batch}, {name}: {1e3 * mean_s:.1f} ms a round, the controller {shares[0]}, with auto {shares[1]}")
+    for part in sorted(took_s, key=lambda part: -took_s[part]):
+        print(f"  {part:24} {1e6 * took_s[part]:8.1f} us in {parts.calls[part] / len(rounds):.1f} calls")
+
+
 def report(batch: int, draft: str, temperature: float, trace: bool, repeats: int) -> None:
     rounds: list[float] = []
     for _ in range(repeats):
@@ -271,8 +319,13 @@ def main() -> int:
     parser.add_argument("--draft", nargs="+", choices=["none", "auto", "auto+model"], default=["none", "auto"])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--trace", action="store_true", help="write every round's records, to memory")
+    parser.add_argument("--model", help="measure in this model's rounds, with the threads that PyTorch takes")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.model is not None:
+        for batch in args.batch:
+            report_model(args.model, batch, args.repeats)
+        return 0
     torch.set_num_threads(1)
     for draft in args.draft:
         for temperature in args.temperature:

@@ -118,6 +118,18 @@ def test_round_overhead_counts_every_part(monkeypatch: pytest.MonkeyPatch, capsy
     assert all(vars(owner)[name] is function for (owner, name), function in before.items()), "a clock was left behind"
 
 
+def test_round_overhead_in_the_rounds_of_a_model(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = program("round_overhead")
+    monkeypatch.setattr(module, "TOKENS", 12)
+    monkeypatch.setattr(module, "PROMPT", 20)
+    assert call(module, monkeypatch, "--model", model, "--batch", "1", "2", "--repeats", "1") == 0
+    out = capsys.readouterr().out
+    for words in ("ms a round, the controller ", "controller: choose", "suffix: propose"):
+        assert out.count(words) == 2, words
+
+
 def test_kinds_of_drafts_are_a_table(
     model: str, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
