@@ -41,7 +41,7 @@ from paceline.decode.cache import KVCache
 from paceline.decode.draft.auto import AutoDrafter, Candidate, mild_cost
 from paceline.decode.draft.base import Needs, SequenceView
 from paceline.decode.draft.build import DrafterSet
-from paceline.decode.draft.registry import AUTO_MATCHER, MODEL_FREE, make_model_free
+from paceline.decode.draft.registry import MODEL_FREE, make_model_free
 from paceline.decode.engine import Engine, EngineOptions
 from paceline.decode.llm import LLM
 from paceline.decode.model.base import ForwardResult
@@ -51,6 +51,7 @@ from paceline.decode.sequence import DraftSettings, Request
 from paceline.decode.stopping import StopChecker
 from paceline.plan.control.controller import Controller
 from paceline.plan.control.cost import StepTimes
+from paceline.plan.control.records import AUTO_MATCHER
 
 VOCABULARY, LOOP, FIRST, JUMP_ONE_IN = 49_152, 64, 1000, 8
 LOGIT_OF_NEXT = 11.0  # at temperature 0.8 drawn about nine times in ten among the noise of the others

@@ -3,7 +3,8 @@
     python bench/simulate_control.py PROBE.json [...] [--batches 1 4 8] [--max-draft 15]
 
 Printed per kind of text, temperature and batch: tokens a second over plain decoding for the controller, the best
-fixed (drafter, length) of that row, picked with hindsight, and their ratio. One controller lives through all texts
+fixed (drafter, length) of that row, picked with hindsight, and their ratio. The controller is offered what the engine's
+`auto` asks: of string matchers `suffix` alone, where the probe has it. One controller lives through all texts
 of a probe in the order they have there, one kind after the other.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from paceline.plan.control.controller import Controller
 from paceline.plan.control.cost import LiveCost
 from paceline.plan.control.from_probe import draft_steps, pass_steps
 from paceline.plan.control.offline import Fixed, OfflineText, Prices, run_offline
-from paceline.plan.control.records import DrafterFacts
+from paceline.plan.control.records import DrafterFacts, asked_by_auto
 from paceline.plan.probe_file import ProbeFile, ReplayedText, read_probe
 
 
@@ -31,8 +32,8 @@ def prices_of(probe: ProbeFile) -> tuple[Prices, list[str]]:
     return Prices(passes, steps, sum(asked) / max(len(asked), 1)), [d.name for d in probe.drafters]
 
 
-def offline(text: ReplayedText, names: Sequence[str]) -> OfflineText:
-    along = {i: text.drafts[name] for i, name in enumerate(names) if name in text.drafts}
+def offline(text: ReplayedText, names: Sequence[str], asked: Container[str]) -> OfflineText:
+    along = {i: text.drafts[name] for i, name in enumerate(names) if name in text.drafts and name in asked}
     return OfflineText(along, text.prompt_tokens, text.tokens - 1, text.temperature)
 
 
@@ -45,9 +46,11 @@ def report(path: Path, batches: Sequence[int], max_draft: int) -> None:
         facts = [DrafterFacts(name, prices.steps.get(i)) for i, name in enumerate(names)]
         controller, ratios = Controller(facts, LiveCost(pass_steps(probe), 4, 256)), []
         for (task, temperature), group in groupby(texts, key=lambda t: (t.task, t.temperature)):
-            some = [offline(t, names) for t in group]
+            alike = list(group)
+            some = [offline(t, names, names) for t in alike]
             plain = run_offline(some, Fixed(None, 0), prices, batch, max_draft).seconds
-            own = plain / run_offline(some, controller, prices, batch, max_draft).seconds
+            asked = [offline(t, names, asked_by_auto(names)) for t in alike]
+            own = plain / run_offline(asked, controller, prices, batch, max_draft).seconds
             arms = [(n, d) for d in range(len(names)) for n in (1, 2, 3, 4, 6, 8, 12, 15)]
             speeds = {
                 (names[d], n): plain

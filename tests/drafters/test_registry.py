@@ -8,8 +8,9 @@ import pytest
 from paceline.core.proposal import Dense, Proposal, Sparse
 from paceline.decode.draft.cut import cut
 from paceline.decode.draft.ngram import NgramDrafter
-from paceline.decode.draft.registry import KINDS, DraftSpec, make_auto, make_model_free, parse_draft
+from paceline.decode.draft.registry import KINDS, MODEL_FREE, DraftSpec, make_auto, make_model_free, parse_draft
 from paceline.errors import InvalidParameter, UsageError
+from paceline.plan.control.records import MATCHERS
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,9 @@ def test_kinds_of_the_planner_are_refused_by_name(text: str) -> None:
 def test_makes_what_it_names() -> None:
     assert isinstance(make_model_free("ngram"), NgramDrafter)
     assert make_model_free("suffix").name == "suffix"
-    assert make_auto().name == "auto"
+    assert set(MATCHERS) == set(MODEL_FREE), "the planning wing knows them by name"
+    auto = make_auto()
+    assert auto.name == "auto" and [drafter.name for drafter in auto.drafters] == ["suffix"]
     assert {"none", "auto", "ngram", "suffix", "layer-skip", "model"} == set(KINDS)
     with pytest.raises(InvalidParameter, match="ngram, suffix"):
         make_model_free("model")

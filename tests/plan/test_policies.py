@@ -16,7 +16,7 @@ from paceline.core.records import StepRecord, TraceWriter
 from paceline.errors import InvalidParameter, UsageError
 from paceline.plan.hindsight import fixed_rounds
 from paceline.plan.pass_table import PassTable
-from paceline.plan.policies import default_policies, run_policies
+from paceline.plan.policies import Outcome, default_policies, run_policies
 from paceline.plan.probe_file import Drafts, ReplayedText
 from paceline.plan.trace_texts import probe_of_trace, texts_of
 
@@ -98,6 +98,26 @@ def test_nothing_beats_the_bound(made: list[ReplayedText]) -> None:
         assert outcome.rounds + outcome.accepted >= tokens, "every token came from a draft or a round"
     assert outcomes["plain"].over_plain == 1.0 and outcomes["plain"].rounds == tokens
     assert outcomes["oracle"].accepted == outcomes["oracle"].drafted, "it drafts nothing in vain"
+
+
+def test_auto_is_the_engines_auto() -> None:
+    """`ngram` is always right, and the engine's `auto` would not ask it beside `suffix`; a draft model it would."""
+    size = 60
+    right = Drafts((4,) * size, tuple(min(4, size - i) for i in range(size)))
+    wrong = Drafts((4,) * size, (0,) * size)
+
+    def auto(**along: Drafts) -> Outcome:
+        probe = made_up_probe([ReplayedText("chat", "1", 0.0, 5, size + 1, True, False, along)], step_s=0.01)
+        free, model = probe.drafters
+        named = [dataclasses.replace(model if name == "b" else free, name=name) for name in along]
+        (found,) = run_policies(dataclasses.replace(probe, drafters=tuple(named)), ["auto"])
+        return found
+
+    for ngram, suffix in ((right, wrong), (wrong, right)):
+        both, alone = auto(ngram=ngram, suffix=suffix), auto(suffix=suffix)
+        assert (both.seconds, both.lengths) == (alone.seconds, alone.lengths)
+    assert auto(suffix=wrong, b=right).over_plain > auto(suffix=wrong).over_plain
+    assert auto(ngram=right).over_plain > 2.0, "a probe without suffix: what there is"
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
     plain          never draft
     NAME:D         the drafter NAME at draft length D
-    auto           the controller, learning as it goes, through all texts in their order
+    auto           the controller, learning as it goes, through all texts in their order, over the drafters that the
+                   engine's `auto` asks: of string matchers `suffix` alone, where the probe has it
     oracle         every accepted length known beforehand: the bound (`hindsight.py`)
 
 Prices are those of rounds in which `batch` alike sequences run together.
@@ -21,7 +22,7 @@ from paceline.plan.control.controller import Controller
 from paceline.plan.control.cost import LiveCost, StepTimes
 from paceline.plan.control.from_probe import pass_steps
 from paceline.plan.control.offline import OfflineText, Prices, Totals, run_offline
-from paceline.plan.control.records import DrafterFacts
+from paceline.plan.control.records import DrafterFacts, asked_by_auto
 from paceline.plan.hindsight import Round, fixed_rounds, oracle_rounds, seconds_of
 from paceline.plan.pass_table import PassTable
 from paceline.plan.probe_file import ProbeFile, ReplayedText
@@ -115,14 +116,15 @@ def _run_controller(probe: ProbeFile, texts: Sequence[ReplayedText], table: Pass
         if drafter.steps:
             one = PassTable(drafter.steps).seconds(batch, 1)
             steps[index] = StepTimes((1, 101), (one, one * (1 + 100 * _READING)))
-    free = [d.round_s * batch for d in probe.drafters if not d.steps]
+    asked = asked_by_auto([d.name for d in probe.drafters])
+    free = [d.round_s * batch for d in probe.drafters if not d.steps and d.name in asked]
     seed = pass_steps(probe, batch)
     passes = StepTimes(seed.rows, seed.seconds)  # contexts are not priced here
     facts = [DrafterFacts(d.name, steps.get(i)) for i, d in enumerate(probe.drafters)]
     prices = Prices(LiveCost(passes, 1, 64), steps, sum(free) / len(free) if free else 0.0)
     offline = [
         OfflineText(
-            {i: t.drafts[d.name] for i, d in enumerate(probe.drafters) if d.name in t.drafts},
+            {i: t.drafts[d.name] for i, d in enumerate(probe.drafters) if d.name in asked and d.name in t.drafts},
             t.prompt_tokens,
             t.tokens - 1,
             t.temperature,

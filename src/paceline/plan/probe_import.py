@@ -20,6 +20,7 @@ from paceline.core.estimate import Origin
 from paceline.errors import InvalidParameter, UsageError
 from paceline.plan.acceptance import Acceptance, acceptance_from_lengths
 from paceline.plan.config import shape_from_config
+from paceline.plan.control.records import MATCHERS
 from paceline.plan.hardware import Hardware
 from paceline.plan.hindsight import fixed_rounds
 from paceline.plan.probe_file import ProbeFile, ReplayedText, read_probe
@@ -30,7 +31,6 @@ __all__ = ["PREFIX", "acceptance_of", "hardware_of", "shape_of", "timings_of"]
 
 PREFIX = "probe:"
 _DRAWS = 100
-_MATCHERS = ("ngram", "suffix")
 
 
 def _probe(path: str) -> ProbeFile:
@@ -94,7 +94,7 @@ def acceptance_of(text: str) -> Acceptance:
         made,
         draws=tuple(_curve(draw, "").conditional for draw in draws),
         temperature=temperature,
-        all_rounds=drafter.partition(":")[0] in _MATCHERS,
+        all_rounds=drafter.partition(":")[0] in MATCHERS,
     )
 
 

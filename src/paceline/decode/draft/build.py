@@ -10,7 +10,7 @@ from paceline.decode.draft.auto import AutoDrafter, Candidate
 from paceline.decode.draft.base import Drafter, SequenceView, SharesTarget
 from paceline.decode.draft.layer_skip import EarlyExit, LayerSkipDrafter
 from paceline.decode.draft.model import ModelDrafter
-from paceline.decode.draft.registry import AUTO_MATCHER, MODEL_FREE, DraftSpec, make_model_free, parse_draft
+from paceline.decode.draft.registry import MODEL_FREE, DraftSpec, make_model_free, parse_draft
 from paceline.decode.draft.translate import TranslatingDrafter
 from paceline.decode.model.base import TargetModel
 from paceline.decode.model.checkpoint import Checkpoint
@@ -19,6 +19,7 @@ from paceline.decode.pass_cost import live_cost, time_passes
 from paceline.errors import UsageError
 from paceline.plan.control.cost import Around, StepTimes
 from paceline.plan.control.from_probe import draft_steps, pass_steps, teach
+from paceline.plan.control.records import asked_by_auto
 from paceline.plan.probe_file import ProbeFile
 
 __all__ = ["DraftModel", "DrafterSet", "begin", "build_drafters", "check_needs", "parse_drafts", "share_target"]
@@ -120,12 +121,12 @@ def build_drafters(
     if [spec.kind for spec in specs] == ["none"]:
         return DrafterSet(drafters, "none")
     timed = {} if probe is None else {d.name: draft_steps(d) for d in probe.drafters}
-    asked_for = {str(spec) for spec in specs}
+    asked = asked_by_auto(drafters, {str(spec) for spec in specs})
     candidates = [
         Candidate(
             drafter,
             timed.get(name) or _steps(models.get(name), max_batch),
-            named=name in MODEL_FREE and name != AUTO_MATCHER and name not in asked_for,
+            named=name not in asked,
         )
         for name, drafter in drafters.items()
     ]

@@ -23,10 +23,9 @@ from paceline.decode.draft.suffix import SuffixDrafter
 from paceline.decode.model.fetch import KNOWN_MODELS
 from paceline.errors import InvalidParameter, UsageError
 from paceline.plan.control.cost import LiveCost
-from paceline.plan.control.records import ControlOptions
+from paceline.plan.control.records import AUTO_MATCHER, ControlOptions
 
 __all__ = [
-    "AUTO_MATCHER",
     "KINDS",
     "MODEL_FREE",
     "PLANNED_KINDS",
@@ -36,7 +35,6 @@ __all__ = [
     "parse_draft",
 ]
 
-AUTO_MATCHER = "suffix"  # what `auto` asks of these: `ngram` beside it finds nothing more (docs/log.md)
 MODEL_FREE: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 KINDS = ("none", "auto", *MODEL_FREE, "layer-skip", "model")
 PLANNED_KINDS = ("eagle3", "mtp", "dflash", "dspark")  # `plan` knows them, the engine not yet
@@ -95,9 +93,9 @@ def make_auto(
     cost: LiveCost | None = None,
     options: ControlOptions | None = None,
 ) -> AutoDrafter:
-    """`auto` over every model-free drafter and `others`, which replace a model-free one of the same name."""
+    """`auto` over the string matcher that it asks by itself and `others`, of which one may take its place."""
     given = {candidate.drafter.name for candidate in others}
-    free = [Candidate(make()) for name, make in MODEL_FREE.items() if name not in given]
+    free = [] if AUTO_MATCHER in given else [Candidate(make_model_free(AUTO_MATCHER))]
     return AutoDrafter([*free, *others], cost, options)
 
 

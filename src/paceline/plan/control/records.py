@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,7 +11,29 @@ from typing import NamedTuple
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import StepTimes
 
-__all__ = ["Ask", "Choice", "ControlOptions", "DraftAlarm", "DrafterFacts", "Lesson", "RoundFacts"]
+__all__ = [
+    "AUTO_MATCHER",
+    "MATCHERS",
+    "Ask",
+    "Choice",
+    "ControlOptions",
+    "DraftAlarm",
+    "DrafterFacts",
+    "Lesson",
+    "RoundFacts",
+    "asked_by_auto",
+]
+
+
+MATCHERS = ("ngram", "suffix")
+AUTO_MATCHER = "suffix"  # what `auto` asks of these: `ngram` beside it finds nothing more (docs/log.md)
+
+
+def asked_by_auto(names: Collection[str], asked_for: Collection[str] = ()) -> set[str]:
+    """Of the drafters `names` those that `auto` asks: one string matcher, where no `--draft` names another."""
+    if AUTO_MATCHER not in names:
+        return set(names)
+    return {name for name in names if name not in MATCHERS or name == AUTO_MATCHER or name in asked_for}
 
 
 @dataclass(frozen=True, slots=True)
