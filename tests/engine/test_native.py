@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plain_texts import check_texts_are_plain
 from test_branches import parents_of_trees, path_to
 from tiny_models import tiny_model
 from torch import Tensor
 
-from paceline.core.sampling import SamplingParams
 from paceline.decode.cache import KVCache
 from paceline.decode.llm import LLM
 from paceline.decode.model.blocks import FOUR_BITS, Blocks, quantise_int4, read_blocks
@@ -27,7 +27,6 @@ from paceline.decode.model.stored import Stored, StoredTensors
 from paceline.decode.native.build import library
 from paceline.decode.native.decoder import NativeDecoder, why_not_native
 from paceline.decode.native.weights import GROUP, Kind, Packed, pack
-from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
 
 pytestmark = pytest.mark.compiled
@@ -301,19 +300,8 @@ def smol(request: pytest.FixtureRequest) -> LLM:
 
 
 def test_text_is_that_of_plain_decoding(smol: LLM) -> None:
-    """Any drafter and length, alone and eight at once, greedy and sampled with a seed."""
     prompts = ["def add(a, b):\n    return a + b\n\ndef add(a, b):\n", "One, two, three, one, two,", "The Moon is"]
-    for params in (
-        SamplingParams(max_tokens=24, temperature=0),
-        SamplingParams(max_tokens=24, temperature=0.8, seed=5),
-    ):
-        plain = [smol.generate(p, params, draft=DraftSettings("none"))[0].completions[0].token_ids for p in prompts]
-        drafted = 0
-        for draft in (DraftSettings("auto"), DraftSettings("suffix", 4), DraftSettings("suffix", 15)):
-            outputs = smol.generate(prompts * 2, params, draft=draft)
-            assert [o.completions[0].token_ids for o in outputs] == plain * 2
-            drafted += sum(o.completions[0].stats.drafted for o in outputs)
-        assert drafted
+    check_texts_are_plain(smol, prompts)
 
 
 def test_precision_is_named_and_refused_by_name() -> None:

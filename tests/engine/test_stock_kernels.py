@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_texts import check_texts_are_plain
 from tiny_models import save_folder, tiny_backend, tiny_model
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from paceline.decode.model.linear import Form, Int4Weight, Int8Weight, Linear
 from paceline.decode.model.llama import LlamaDecoder
 from paceline.decode.model.stored import Stored
 from paceline.decode.native import build
-from paceline.decode.sequence import DraftSettings
 from paceline.errors import InvalidParameter
 
 CPU = torch.device("cpu")
@@ -100,14 +100,7 @@ def test_text_is_that_of_plain_decoding(folder: str, precision: str) -> None:
     assert isinstance(llm.engine.model, LlamaDecoder) and llm.engine.model.row_policy.proved
     assert any(LACKING.missing in note for note in llm.notes)
     prompts = ["one two one two one two one", "def add(a, b):\n    return a + b\n\ndef add(a,", "The quick brown"]
-    for params in (SamplingParams(max_tokens=24, temperature=0), SamplingParams(max_tokens=24, seed=5)):
-        plain = [llm.generate(p, params, draft=DraftSettings("none"))[0].completions[0].token_ids for p in prompts]
-        drafted = 0
-        for draft in (DraftSettings("auto"), DraftSettings("suffix", 4), DraftSettings("suffix", 15)):
-            outputs = llm.generate(prompts * 2, params, draft=draft)
-            assert [o.completions[0].token_ids for o in outputs] == plain * 2
-            drafted += sum(o.completions[0].stats.drafted for o in outputs)
-        assert drafted
+    check_texts_are_plain(llm, prompts)
 
 
 @pytest.mark.usefixtures("uncompiled")
