@@ -384,7 +384,8 @@ class Controller:
             if self._since_plain >= self.options.plain_every:
                 self._plain_credit_s = 0.0
             self._since_plain = 0
-        saved = self.ledger.add(facts, plain_s, drafted_s + facts.draft_s)
+        more_s = drafted_s - plain_s if facts.prefill else drafted_s  # than plain decoding beside the same prompts
+        saved = self.ledger.add(facts, plain_s, more_s + facts.draft_s)
         if not self._sequences:
             self.ledger.rest()
         return saved

@@ -46,11 +46,9 @@ class Ledger:
     def add(self, facts: RoundFacts, plain_s: float, round_s: float) -> list[float]:
         """Book a round that took `round_s`, and plain `plain_s`; the seconds it saved each of its sequences.
 
-        Of a round that read prompts, what drafters took: the rest is no more than plain decoding would have taken for
-        a token each beside the same prompts.
+        Of a round that read prompts, what it took more than plain decoding of a token each beside the same prompts.
         """
         self.draft_s += facts.draft_s
-        round_s = facts.draft_s if facts.prefill else round_s
         self._run_s += round_s
         if not facts.emitted:
             return []
