@@ -189,6 +189,27 @@ def test_a_batch_is_asked_at_once_and_only_who_is_due() -> None:
     assert asked[:16] == [[0, 1]] * 16 and [0] in asked[16:] and [1] not in asked
 
 
+def test_while_the_guard_is_shut_nobody_is_asked_and_later_hears_all() -> None:
+    """A matcher knows what was committed in the meantime when it is asked again, and when its sequence ends."""
+    drafter = Scripted("x", [1.0] * 200, 0.9)
+    heard: list[int] = []
+    drafter.observe = lambda views, verdicts: heard.extend(len(v.tokens) for v in views)  # type: ignore[method-assign]
+    auto = auto_over(Candidate(drafter))
+    loop = Loop(auto, len)
+    view = loop.begin(0, [0])
+    auto.controller.guard.is_open = lambda sequences: len(view.tokens) % 10 == 5  # type: ignore[method-assign]
+    for _ in range(12):
+        at, asked = len(view.tokens), drafter.asked
+        (proposal,) = loop.round([0], 4)
+        assert (drafter.asked > asked) == (len(proposal) > 0) == (at % 10 == 5)
+        assert heard[-1:] == [at] or at % 10 != 5
+    assert drafter.asked > 0
+    last = len(view.tokens)
+    loop.end(0)
+    auto.check_idle()
+    assert heard[-1] == last
+
+
 def test_a_drafter_for_those_who_name_it_is_left_alone_otherwise() -> None:
     auto = auto_over(Candidate(Scripted("a", [1.0] * 200), named=True), Candidate(Scripted("b", [1.0] * 200)))
     loop = Loop(auto, len)

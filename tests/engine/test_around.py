@@ -89,3 +89,8 @@ def test_the_live_estimate_counts_it_by_sequence() -> None:
         expected = PASS_S + TRUE.at(sequences, 8)
         assert cost.seconds(8, 0, sequences) == pytest.approx(expected)
         assert cost.view([0] * sequences).pass_s(8) == pytest.approx(expected)
+        before = cost.at_start(sequences, 100)
+        assert before == pytest.approx(cost.seconds(sequences, 100, sequences))
+    for _ in range(20):
+        cost.observe(8, 0, 8, 3.0 * expected)
+    assert cost.at_start(sequences, 100) == before != pytest.approx(cost.seconds(sequences, 100, sequences))

@@ -5,13 +5,15 @@ controller choose for all sequences at once, runs the costly ones that were chos
 verifying. All are chains: requests that want trees fix their draft length. A sequence begun with `only` has that one
 candidate. What free candidates would have said is held against what is committed over as many rounds as it takes,
 chosen or not; so are drafts that were made and not verified. Where asking brings nothing for a while, a free
-candidate is asked less often, so that it takes no more than `ask_share` of a round.
+candidate is asked less often, so that it takes no more than `ask_share` of a round, and nobody is asked while drafting
+does not pay for the whole batch (`plan/control/guard.py`). It hears what was committed when it is asked again.
 
 Exactness: draft length and drafter depend on all that was seen, drafts included, where the acceptance rule lets
 them (`Rule.length_may_see_drafts`). Elsewhere sampled drafts are verified whole: a costly drafter may stop behind
 what it has drafted, and is neither cut nor chosen because of it.
 
-State moves in `observe` and `settle` alone; `propose` leaves a note of what it handed over, for them to score.
+State moves in `observe` and `settle` alone; `propose` leaves a note of what it handed over, for them to score, and
+tells free candidates what they have not heard yet.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class _Note:
 
 @dataclass(slots=True)
 class _State:
-    """`known` are the tokens a costly candidate has read, `asks` the rounds in which the sequence was asked for."""
+    """By candidate: `known` are the tokens that a costly one has read, or that a free one has heard of. `asks` are the
+    rounds in which the sequence was asked for."""
 
     watches: list[_Watch]
     known: list[int]
@@ -143,7 +146,8 @@ class AutoDrafter:
         count = len(self.drafters)
         allowed = self._own if only is None else [i for i, d in enumerate(self.drafters) if d.name == only]
         assert allowed, f"{only} is no candidate of auto"
-        self._states[view.key] = _State([_Watch() for _ in range(count)], [0] * count, allowed, len(view.tokens))
+        known = [len(view.tokens) if i in self._free else 0 for i in range(count)]
+        self._states[view.key] = _State([_Watch() for _ in range(count)], known, allowed, len(view.tokens))
         self.controller.begin(view.key, view.params.temperature)
         for index in allowed:
             self.drafters[index].begin(view)
@@ -152,6 +156,8 @@ class AutoDrafter:
         state = self._states.pop(view.key)
         self.controller.end(view.key)
         for index in state.allowed:
+            if index in self._free and state.known[index] < len(view.tokens):
+                self.drafters[index].observe([view], [None])
             self.drafters[index].end(view)
 
     def check_idle(self) -> None:
@@ -165,6 +171,9 @@ class AutoDrafter:
     def propose(self, views: Seq[SequenceView], budgets: Seq[int]) -> list[Proposal]:
         question = [view.key for view in views], [len(view.tokens) for view in views], list(budgets)
         if question == self._question:
+            return list(self._answer)
+        if not self.controller.guard.is_open(len(self._states) + len(self.others)):
+            self._question, self._answer = question, [_NOTHING] * len(views)
             return list(self._answer)
         states = [self._states[key] for key in question[0]]
         previews = self._previews(views, budgets, states)
@@ -201,12 +210,21 @@ class AutoDrafter:
             if not due:
                 continue
             began = self._clock()
+            self._tell(index, [views[i] for i in due], [states[i] for i in due])
             made = self.drafters[index].propose([views[i] for i in due], [budgets[i] for i in due])
             took = (self._clock() - began) / len(due)
             self._ask_s[index] += (1.0 - 0.95 ** len(due)) * (took - self._ask_s[index])
             for i, proposal in zip(due, made, strict=True):
                 previews[i][index] = proposal
         return previews
+
+    def _tell(self, index: int, views: Seq[SequenceView], states: Seq[_State]) -> None:
+        """A free candidate hears what was committed since it was asked last."""
+        behind = [i for i, (v, s) in enumerate(zip(views, states, strict=True)) if s.known[index] < len(v.tokens)]
+        if behind:
+            self.drafters[index].observe([views[i] for i in behind], [None] * len(behind))
+            for i in behind:
+                states[i].known[index] = len(views[i].tokens)
 
     def _is_due(self, state: _State, index: int) -> bool:
         """Whether to ask a candidate that has brought this sequence nothing for a while."""
@@ -276,11 +294,11 @@ class AutoDrafter:
         self.controller.committed(
             [views[i].key for i in grown], [choices[i] for i in grown], [emitted[i] for i in grown]
         )
-        for index, drafter in enumerate(self.drafters):
+        for index in self._costly:
             own = [i for i, state in enumerate(states) if index in state.allowed]
             if own:
                 heard = [verdicts[i] if choices[i].drafter == index else None for i in own]
-                drafter.observe([views[i] for i in own], heard)
+                self.drafters[index].observe([views[i] for i in own], heard)
 
     def settle(self, facts: RoundFacts) -> list[float]:
         """Tell the controller what a round cost; the seconds it saved each sequence."""

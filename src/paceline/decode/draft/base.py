@@ -12,7 +12,8 @@ The engine calls, for each sequence that has this drafter available:
                                      budgets[i] tokens on the longest path, and where the view has a
                                      tree_size at most so many in all, with `confidence` and without equal
                                      siblings; else a chain. Fewer or none is always allowed
-    observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown; a
+    observe(views, verdicts)         after every round, chosen or not, when the committed tokens have grown (`auto`
+                                     tells a string matcher later: before it asks it, and before the end); a
                                      verdict counts the nodes that were verified, which may be fewer than proposed
     end(view)                        for every begin, on every way out; frees whatever it holds for the sequence
                                      (`view.preempted` where the sequence will go on later)

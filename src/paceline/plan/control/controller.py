@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import LiveCost, RoundView
+from paceline.plan.control.guard import Guard
 from paceline.plan.control.ledger import Ledger
 from paceline.plan.control.lengths import Contender, Load, Option, Plan, choose_free, choose_lengths
 from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Lesson, RoundFacts
@@ -102,7 +103,7 @@ class Controller:
         self.drafters, self.cost, self.options = tuple(drafters), cost, options or ControlOptions()
         self._costly = [i for i, facts in enumerate(drafters) if not facts.free]
         self.tables = [AcceptanceTable() if facts.free else AcceptanceTable(_MODEL_PRIOR) for facts in drafters]
-        self.ledger = Ledger(self.drafters, self.tables, cost)
+        self.ledger, self.guard = Ledger(self.drafters, self.tables, cost), Guard()
         self._factor = [1.0] * len(drafters)  # measured over expected drafting time, at the target's speed
         self._seen = [0] * len(drafters)  # the round in which each last drafted
         self._sequences: dict[int, _Sequence] = {}
@@ -386,8 +387,12 @@ class Controller:
             self._since_plain = 0
         more_s = drafted_s - plain_s if facts.prefill else drafted_s  # than plain decoding beside the same prompts
         saved = self.ledger.add(facts, plain_s, more_s + facts.draft_s)
+        if count and not facts.prefill:
+            gain = sum(saved) / (count * plain_s)
+            self.guard.add(facts.emitted, facts.whole_s, cost.at_start(count, plain_keys), gain)
         if not self._sequences:
             self.ledger.rest()
+            self.guard.rest()
         return saved
 
 

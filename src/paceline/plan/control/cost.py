@@ -89,6 +89,7 @@ class LiveCost:
     def __init__(self, seed: StepTimes, block: int = 1, largest: int = 256, kv_block: int = 1) -> None:
         self.block, self.kv_block = block, kv_block
         self.key_s, self.sequence_s = seed.key_s, seed.sequence_s
+        self._key_s = seed.key_s
         steps = -(-largest // block)
         own = seed.key_s * kv_block  # attention of the one sequence that was timed, short of a block of keys
         self._seed = [
@@ -127,6 +128,10 @@ class LiveCost:
     def seconds(self, rows: int, keys: int, sequences: int) -> float:
         """Of a round without drafting and without prompts."""
         return self.speed * (self._rows_s(rows) + self.key_s * keys + self.sequence_s * sequences)
+
+    def at_start(self, sequences: int, keys: int) -> float:
+        """Of a plain round of so many sequences, at the prices that were known at the start."""
+        return self._seed[self.step(sequences)] + self._key_s * keys + self.sequence_s * sequences
 
     def observe(self, rows: int, keys: int, sequences: int, seconds: float) -> None:
         """A round took `seconds` beside drafting; rounds that hold prompt rows are not to be given."""
