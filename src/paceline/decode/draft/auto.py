@@ -172,7 +172,7 @@ class AutoDrafter:
         question = [view.key for view in views], [len(view.tokens) for view in views], list(budgets)
         if question == self._question:
             return list(self._answer)
-        if not self.controller.guard.is_open(len(self._states) + len(self.others)):
+        if not self.controller.may_draft(len(self.others)):
             self._question, self._answer = question, [_NOTHING] * len(views)
             return list(self._answer)
         states = [self._states[key] for key in question[0]]

@@ -1,9 +1,10 @@
 """The controller: who drafts for each sequence in each round, and how far, so that it never loses to plain decoding.
 
-    choose    before a round: `choose_lengths` over the live cost and the survival of every draft on offer
-    refine    when drafts are paid for and their confidence is known: how many of them are worth their rows
-    learn     a draft came true or not (chosen or only watched)
-    settle    a round is over: what it cost, what it brought
+    may_draft  before a round: False where drafting has lost as a whole, and nobody is to be asked
+    choose     before a round: `choose_lengths` over the live cost and the survival of every draft on offer
+    refine     when drafts are paid for and their confidence is known: how many of them are worth their rows
+    learn      a draft came true or not (chosen or only watched)
+    settle     a round is over: what it cost, what it brought
 
 What is learnt, and when: free drafters (string matchers) are asked also while they are not used, and what they
 would have said is held against what was committed. A costly drafter shows itself only when it drafts; so that a
@@ -137,6 +138,10 @@ class Controller:
         return self._sequences[key].learners[drafter]
 
     # -- choosing ------------------------------------------------------------------------------------------
+
+    def may_draft(self, others: int = 0) -> bool:
+        """Whether to ask drafters in the next round, `others` decoding beside the sequences here (`guard.py`)."""
+        return self.guard.is_open(len(self._sequences) + others)
 
     def choose(self, asks: Seq[Ask], load: Load | None = None, others: Seq[int] = ()) -> list[Choice]:
         """A choice for each; `load` and the contexts `others` are of sequences that decode beside them."""

@@ -139,12 +139,13 @@ def _round(
     running: list[_Running], policy: Controller | Fixed, prices: Prices, slow: float, max_draft: int
 ) -> RoundLog:
     asks = [_ask(r, prices, max_draft) for r in running]
-    choices = policy.choose(asks)
+    shut = isinstance(policy, Controller) and not policy.may_draft()
+    choices = [Choice()] * len(asks) if shut else policy.choose(asks)
     drafted, lengths = _drafted(running, asks, choices, policy, prices)
     queries = [1 + n for n in lengths]
     keys = sum(prices.passes.keys(q, r.context) for q, r in zip(queries, running, strict=True))
     plain_keys = sum(prices.passes.keys(1, r.context) for r in running)
-    asked = 0 if isinstance(policy, Fixed) and policy.drafter is None else sum(len(a.offers) for a in asks)
+    asked = 0 if shut or (isinstance(policy, Fixed) and policy.drafter is None) else sum(len(a.offers) for a in asks)
     draft_s = slow * (drafted + asked * prices.ask_s)
     whole_s = slow * prices.passes.seconds(sum(queries), keys, len(running)) + draft_s
     emitted = [_advance(*each, policy) for each in zip(running, choices, lengths, strict=True)]
