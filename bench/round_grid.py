@@ -107,7 +107,7 @@ def block(llm: LLM, batch: int, lengths: list[int], rounds: int, cost: LiveCost,
         took: dict[int, float] = {}
         for length in order.sample(lengths, len(lengths)):
             contexts, rows = many.contexts, batch * (1 + length)
-            keys = sum(cost.keys(1 + length, context) for context in contexts)
+            keys = cost.all_keys([1 + length] * batch, contexts)
             plain_s = cost.seconds(1, cost.keys(1, one.contexts[0]), 1)
             took[length] = many.round(length)
             if turn:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.plan.control.guard import Guard
+from paceline.plan.control.guard import FEWEST, Guard
 
 SEQUENCES, PLAIN_S = 16, 0.012
 
@@ -67,8 +67,11 @@ def test_it_comes_back_when_drafting_pays_again() -> None:
 
 
 def test_few_sequences_are_left_alone() -> None:
-    assert all(play(Guard(), 1000, 1.05, 1.3, count=3))
-    assert not all(play(Guard(), 1000, 1.05, 1.3, count=4))
+    guard = Guard()
+    assert not all(play(guard, 1000, 1.05, 1.3, count=FEWEST))
+    while guard.is_open(FEWEST):
+        play(guard, 1, 1.05, 1.3, count=FEWEST)
+    assert all(guard.is_open(fewer) for fewer in range(1, FEWEST))
 
 
 def test_what_comes_after_a_rest_is_tried_at_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 from worlds import against_plain, best_fixed, controller, drafts, play, prices, text
 
 from paceline.plan.control.offline import Fixed
-from paceline.plan.control.records import ControlOptions
+from paceline.plan.control.records import ControlOptions, RoundFacts
 
 COSTLY, FREE = {0: 0.15}, {}
 KINDS = pytest.mark.parametrize("steps", [FREE, COSTLY], ids=["free", "costly"])
@@ -187,6 +187,16 @@ def test_time_saved_is_what_was_saved(batch: int) -> None:
         log = play(texts, policy, world, batch)
         saved = play(texts, Fixed(None, 0), world, batch).seconds - log.seconds
         assert policy.ledger.saved_s == pytest.approx(saved, rel=0.05, abs=0.01 * log.seconds)
+
+
+def test_rounds_that_read_prompts_are_booked_for_what_they_cost_more() -> None:
+    """Plain decoding too would have had a token of each sequence beside the prompt."""
+    policy = controller(prices(0.04), 1)
+    policy.begin(0)
+    policy.settle(RoundFacts([], 0, [], [], [], draft_s=0.2, whole_s=30.0, prefill=True))
+    assert policy.ledger.saved_s == pytest.approx(-0.2), "what drafters took to begin"
+    policy.settle(RoundFacts([0], 4, [4], [100], [3], draft_s=0.1, whole_s=40.0, prefill=True))
+    assert policy.ledger.saved_s == pytest.approx(-0.2 + 2 * 1.0 - 3 * 0.04 - 0.1), "two tokens, three rows"
 
 
 def test_a_useless_drafter_raises_an_alarm_once() -> None:

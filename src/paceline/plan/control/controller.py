@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 from paceline.plan.control.cost import LiveCost, RoundView
-from paceline.plan.control.guard import Guard
+from paceline.plan.control.guard import FEWEST, Guard
 from paceline.plan.control.ledger import Ledger
 from paceline.plan.control.lengths import Contender, Load, Option, Plan, choose_free, choose_lengths
 from paceline.plan.control.records import Ask, Choice, ControlOptions, DrafterFacts, Lesson, RoundFacts
@@ -392,7 +392,7 @@ class Controller:
             self._since_plain = 0
         more_s = drafted_s - plain_s if facts.prefill else drafted_s  # than plain decoding beside the same prompts
         saved = self.ledger.add(facts, plain_s, more_s + facts.draft_s)
-        if count and not facts.prefill:
+        if count >= FEWEST and not facts.prefill:
             gain = sum(saved) / (count * plain_s)
             self.guard.add(facts.emitted, facts.whole_s, cost.at_start(count, plain_keys), gain)
         if not self._sequences:

@@ -89,7 +89,7 @@ class LiveCost:
     def __init__(self, seed: StepTimes, block: int = 1, largest: int = 256, kv_block: int = 1) -> None:
         self.block, self.kv_block = block, kv_block
         self.key_s, self.sequence_s = seed.key_s, seed.sequence_s
-        self._key_s = seed.key_s
+        self._first_key_s = seed.key_s
         steps = -(-largest // block)
         own = seed.key_s * kv_block  # attention of the one sequence that was timed, short of a block of keys
         self._seed = [
@@ -112,11 +112,10 @@ class LiveCost:
 
     def keys(self, queries: int, context: int) -> int:
         """Query-key pairs of a sequence with so many queries over so many tokens."""
-        keys = -(-context // self.kv_block) * self.kv_block
-        return (-(-queries // self.block) * self.block + QUERY_OVERHEAD) * keys
+        return self.all_keys((queries,), (context,))
 
     def all_keys(self, queries: Iterable[int], contexts: Iterable[int]) -> int:
-        """`keys` of several sequences together."""
+        """Those of several sequences together."""
         block, kv_block, total = self.block, self.kv_block, 0
         for own, context in zip(queries, contexts, strict=True):
             total += (-(-own // block) * block + QUERY_OVERHEAD) * (-(-context // kv_block) * kv_block)
@@ -131,7 +130,7 @@ class LiveCost:
 
     def at_start(self, sequences: int, keys: int) -> float:
         """Of a plain round of so many sequences, at the prices that were known at the start."""
-        return self._seed[self.step(sequences)] + self._key_s * keys + self.sequence_s * sequences
+        return self._seed[self.step(sequences)] + self._first_key_s * keys + self.sequence_s * sequences
 
     def observe(self, rows: int, keys: int, sequences: int, seconds: float) -> None:
         """A round took `seconds` beside drafting; rounds that hold prompt rows are not to be given."""

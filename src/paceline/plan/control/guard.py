@@ -7,7 +7,7 @@ show less than `_HARDLY`, a few plain rounds are run, in which nobody is asked, 
 measured; what was quicker goes on, the other is tried again after a while, twice as long each time.
 
 A round is measured against a plain one of the same sequences at the prices of the start, which even out numbers and
-contexts, and are the same for both. Batches under `_FEWEST` are left alone: there a good draft outweighs many asks, and
+contexts, and are the same for both. Batches under `FEWEST` are left alone: there a good draft outweighs many asks, and
 a matcher that brings nothing is asked seldom.
 """
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-__all__ = ["Guard"]
+__all__ = ["FEWEST", "Guard"]
 
-_FEWEST = 4
+FEWEST = 4
 _HARDLY = 0.15  # of a plain round, gained by the books; their prices are right within that
 _MARGIN = 0.01  # by which plain rounds have to be quicker
 _TRIAL, _AGAIN = 32, 16  # rounds with drafts before they are judged, and after a pause
@@ -89,13 +89,12 @@ class Guard:
 
     def is_open(self, sequences: int) -> bool:
         """Whether so many sequences may draft in the next round."""
-        return sequences < _FEWEST or self._book(sequences).is_open
+        return sequences < FEWEST or self._book(sequences).is_open
 
     def add(self, emitted: Seq[int], took: float, plain_s: float, gain: float) -> None:
-        """A round without prompts in which each sequence emitted so many tokens. It `took` so many seconds, a plain one
-        `plain_s` at the prices of the start; `gain` is what the books say was gained, in plain rounds."""
-        if len(emitted) < _FEWEST:
-            return
+        """A round of `FEWEST` sequences or more, without prompts; each emitted so many tokens. It `took` so many
+        seconds, a plain one `plain_s` at the prices of the start; `gain` is what the books say was gained, in plain
+        rounds."""
         book = self._book(len(emitted))
         book.left -= 1
         if book.is_open:

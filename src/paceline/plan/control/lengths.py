@@ -17,6 +17,7 @@ Twin: `tests/control/control_twins.py::best_by_enumeration`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -134,22 +135,13 @@ def choose_free(
         more_s += [0.0] * drafts
         if drafts >= block:
             more_s[len(more_s) - drafts + block - 1 :: block] = [blocks_s[i]] * (drafts // block)
-    order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
-    best, best_tokens, best_s = 0, tokens, plain_s
-    plain_tokens, extra = tokens, 0.0
-    passes_s = cost.passes_s(load.rows + count + 1, len(order))
-    for taken, (draft, seconds) in enumerate(zip(order, passes_s, strict=True), start=1):
-        tokens += chances[draft]
-        extra += more_s[draft]
-        seconds += extra
-        if tokens * best_s > best_tokens * seconds:
-            best, best_tokens, best_s = taken, tokens, seconds
+    taken, best_tokens, best_s = _best_prefix(chances, more_s, {}, cost, load.rows + count, tokens, plain_s)
     lengths = [0] * count
-    if best_tokens / best_s <= plain_tokens / plain_s * (1.0 + min_gain):
-        return lengths, Plan((), plain_tokens, plain_s, plain_tokens, plain_s)
-    for draft in order[:best]:
+    if best_tokens / best_s <= tokens / plain_s * (1.0 + min_gain):
+        return lengths, Plan((), tokens, plain_s, tokens, plain_s)
+    for draft in taken:
         lengths[owners[draft]] += 1
-    return lengths, Plan((), best_tokens, best_s, plain_tokens, plain_s)
+    return lengths, Plan((), best_tokens, best_s, tokens, plain_s)
 
 
 def _alone(contender: Contender, cost: RoundCost, load: Load, plain: Plan) -> Plan:
@@ -262,10 +254,28 @@ def _scan(
         added[block - 1 :: block] = [block_s] * (len(survival) // block)  # a further block of its queries begins
         added[0] += entry_s
         more_s += added
+    taken, tokens, seconds = _best_prefix(chances, more_s, steps, cost, base, plain.tokens, plain.plain_s)
+    lengths = [0] * len(state)
+    for draft in taken:
+        lengths[owners[draft]] += 1
+    picks = tuple([Pick(index, n) if n else _NOTHING for index, n in zip(chosen, lengths, strict=True)])
+    return Plan(picks, tokens, seconds, plain.tokens, plain.plain_s)
+
+
+def _best_prefix(
+    chances: Seq[float],
+    more_s: Seq[float],
+    steps: Mapping[int, tuple[int, int]],
+    cost: RoundCost,
+    base: int,
+    tokens: float,
+    plain_s: float,
+) -> tuple[list[int], float, float]:
+    """Of drafts sorted by chance (parents are never less likely than what follows them), the prefix of most tokens a
+    second, with its tokens and seconds; `base` rows emit `tokens` in `plain_s` without any."""
     order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
     sharing: dict[tuple[int, int], int] = {}  # by drafter and depth, the sequences that draft so deep
-    tokens, extra, best = plain.tokens, 0.0, 0
-    best_tokens, best_s = plain.tokens, plain.plain_s
+    best, best_tokens, best_s, extra = 0, tokens, plain_s, 0.0
     passes_s = cost.passes_s(base + 1, len(order))
     for taken, (draft, seconds) in enumerate(zip(order, passes_s, strict=True), start=1):
         tokens += chances[draft]
@@ -274,12 +284,8 @@ def _scan(
             extra += _shared_step_s(cost, sharing, steps[draft])
         seconds += extra
         if tokens * best_s > best_tokens * seconds:
-            best_tokens, best_s, best = tokens, seconds, taken
-    lengths = [0] * len(state)
-    for draft in order[:best]:
-        lengths[owners[draft]] += 1
-    picks = tuple([Pick(index, n) if n else _NOTHING for index, n in zip(chosen, lengths, strict=True)])
-    return Plan(picks, best_tokens, best_s, plain.tokens, plain.plain_s)
+            best, best_tokens, best_s = taken, tokens, seconds
+    return order[:best], best_tokens, best_s
 
 
 def _shared_step_s(cost: RoundCost, sharing: dict[tuple[int, int], int], step: tuple[int, int]) -> float:

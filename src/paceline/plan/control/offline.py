@@ -143,16 +143,15 @@ def _round(
     choices = [Choice()] * len(asks) if shut else policy.choose(asks)
     drafted, lengths = _drafted(running, asks, choices, policy, prices)
     queries = [1 + n for n in lengths]
-    keys = sum(prices.passes.keys(q, r.context) for q, r in zip(queries, running, strict=True))
-    plain_keys = sum(prices.passes.keys(1, r.context) for r in running)
+    contexts = [r.context for r in running]
+    keys = prices.passes.all_keys(queries, contexts)
+    plain_keys = prices.passes.all_keys([1] * len(running), contexts)
     asked = 0 if shut or (isinstance(policy, Fixed) and policy.drafter is None) else sum(len(a.offers) for a in asks)
     draft_s = slow * (drafted + asked * prices.ask_s)
     whole_s = slow * prices.passes.seconds(sum(queries), keys, len(running)) + draft_s
     emitted = [_advance(*each, policy) for each in zip(running, choices, lengths, strict=True)]
     if isinstance(policy, Controller):
         policy.committed([r.key for r in running], choices, emitted)
-    contexts = [r.context - e for r, e in zip(running, emitted, strict=True)]
-    if isinstance(policy, Controller):
         policy.settle(RoundFacts([r.key for r in running], sum(queries), queries, contexts, emitted, draft_s, whole_s))
     plain_s = slow * prices.passes.seconds(len(running), plain_keys, len(running))
     return RoundLog(len(running), sum(lengths), sum(emitted), whole_s, plain_s)
